@@ -1,7 +1,7 @@
-"""Weights for a larger vocabulary than their files have: each new row is the mean of the old ones.
+"""Extend weights to a larger vocabulary than the one in their files: each new row is the mean of the stored rows.
 
-That is a token of which nothing is known yet: its logit is the mean of all logits, so the loss of a trained model does
-not jump, as it would with rows of noise.
+Nothing is known about a new token yet. Its logit is then the mean of all logits, so the loss of a trained model does
+not jump, as it would with random rows.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 from shardline.storage.safetensors import LazyTensors
 
 BY_TOKEN = ("tok_embeddings.weight", "output.weight")
-BLOCK = 4096  # rows that are summed together
+BLOCK = 4096  # rows summed at a time
 
 
 class AddedRows(LazyTensors):
-    """The tensors of `inner`; those with a row for every token have `rows` rows more."""
+    """The tensors of `inner`, with `rows` more rows in those that have one row per token."""
 
     def __init__(self, inner: LazyTensors, stored: int, rows: int) -> None:
         self.inner, self.stored, self.rows = inner, stored, rows

@@ -1,10 +1,10 @@
-"""Attention over whole sequences. The kernel of a batch is chosen once, outside the blocks, and travels in the mask.
+"""Attention over whole sequences. The kernel is chosen once per batch, outside the blocks, and is part of the mask.
 
 Letters: B batch, S sequence, H query heads, KV key and value heads, D head_dim. Queries are (B, S, H, D), keys and
 values (B, S, KV, D); query head h reads KV head h // (H / KV). Values, and so the result, may be narrower than D.
 
-Each CUDA kernel is called by its own op (partial_attention.py), so the choice is part of the traced code: a compiled
-graph can never come from a cache that was filled with another kernel.
+Each CUDA kernel is called through its own op (partial_attention.py), so the choice is part of the traced code: a cached
+compiled graph can never be one of another kernel.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SMALLEST_FLEX_HEAD = 16
 class AttentionMask(NamedTuple):
     """What a query may see, in the form its kernel takes. `window` counts the query itself; 0 means no window."""
 
-    kernel: str  # cpu, cudnn, flash, efficient, math, sdpa, varlen, flex; with `shared`, how keys travel
+    kernel: str  # cpu, cudnn, flash, efficient, math, sdpa, varlen, flex; with `shared`, how ranks exchange keys
     window: int = 0
-    allowed: Tensor | None = None  # sdpa, math: (B or 1, 1, S, S) of bool; None is causal
+    allowed: Tensor | None = None  # sdpa, math: (B or 1, 1, S, S) of bool; None means causal
     boundaries: Tensor | None = None  # varlen: (documents + 1,) of int32, first token of each document in (B * S)
     block_mask: Any = None  # flex
     score_mod: Callable[..., Tensor] | None = None  # flex: the cap
-    factors: Tensor | None = None  # of each query's scores: float32, broadcasts to (B, S, H, D)
-    cap: float | None = None  # of scores: math
+    factors: Tensor | None = None  # multiply each query's scores: float32, broadcast to (B, S, H, D)
+    cap: float | None = None  # math: the cap of scores
     shared: Callable[..., Tensor] | None = None  # ranks share the sequence: (q, k, v, mask, sink) -> this rank's out
     each: int = 1  # shared: slices per rank
-    table: Tensor | None = None  # shared: (slices, slices), what each slice sees of each other; None is causal
+    table: Tensor | None = None  # shared: (slices, slices), what each slice sees of every other; None means causal
     documents: Tensor | None = None  # shared: (B, S) of the whole sequence
 
 
@@ -84,7 +84,7 @@ def remember(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None = None) -> Tensor:
-    """Attention over (B, S, H, D); the result has the memory order of q, and its shape but for the values' width.
+    """Attention over (B, S, H, D). The result has the memory layout of q and, except for the values' width, its shape.
 
     `sink` (H,) takes part in the softmax of each head as the score of a key whose value is 0.
     """
@@ -103,7 +103,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor
     return out.transpose(1, 2)
 
 
-# Masks: one per window size, built once for a batch
+# Masks: one per window size, built once per batch
 
 
 def windows(arch: Architecture) -> list[int]:
@@ -141,7 +141,7 @@ def make_mask(
     documents: Tensor | None = None,
     kernel: str | None = None,
 ) -> AttentionMask:
-    """One mask; `kernel` forces a kernel (tests and benchmarks compare them)."""
+    """One mask; `kernel` forces a kernel, for tests and benchmarks that compare kernels."""
     length, device = tokens.shape[1], tokens.device
     window = 0 if window >= length else window
     if arch.window_kind == "chunked" and window:
@@ -170,7 +170,7 @@ def check_attention(arch: Architecture, device: torch.device, dtype: torch.dtype
 
 
 def _cached_mask(arch: Architecture, tokens: Tensor, dtype: torch.dtype, window: int, cache: KVCache) -> AttentionMask:
-    """The mask of new tokens, which see each other causally and all that the cache holds."""
+    """The mask of new tokens, which see each other causally and everything in the cache."""
     end, documents = cache.used + tokens.shape[1], None
     window = 0 if window >= end else window
     plain = cache.used == 0 and not window
@@ -186,13 +186,13 @@ def _cached_mask(arch: Architecture, tokens: Tensor, dtype: torch.dtype, window:
 
 
 def chunked_documents(length: int, chunk: int, documents: Tensor | None) -> Tensor:
-    """(B or 1, length): documents that end at each multiple of `chunk` tokens too; masks keep them apart."""
+    """Document numbers (B or 1, length) that also change at each multiple of `chunk`, so that masks separate chunks."""
     chunks = torch.arange(length, device="cpu" if documents is None else documents.device)[None] // chunk
     return chunks if documents is None else documents * (length // chunk + 1) + chunks
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """(B, S): the place of each token in its document, counted from 0."""
+    """The position (B, S) of each token in its document, counted from 0."""
     places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.zeros_like(places)
     begins[:, 1:] = places[:, 1:] * (documents[:, 1:] != documents[:, :-1])
@@ -200,7 +200,7 @@ def document_positions(documents: Tensor) -> Tensor:
 
 
 def allowed_pairs(queries: Tensor, keys: Tensor, window: int, documents: Tensor | None) -> Tensor:
-    """True where a query may see a key, by their places in the sequence: (1 or B, 1, queries, keys)."""
+    """A mask (1 or B, 1, queries, keys), True where a query may see a key; both are given by their positions."""
     distance = queries[:, None] - keys[None, :]
     allowed = distance >= 0
     if window:
@@ -221,7 +221,7 @@ def _boundaries(tokens: Tensor, documents: Tensor | None) -> Tensor:
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=batch * length)
     found = starts.to(tokens.device, torch.int32, non_blocking=True)
-    torch._dynamo.maybe_mark_dynamic(found, 0)  # the length changes with every batch; one graph is compiled for all
+    torch._dynamo.maybe_mark_dynamic(found, 0)  # the length changes with every batch; one compiled graph serves all
     return found
 
 
@@ -243,7 +243,7 @@ def _block_mask(tokens: Tensor, window: int, documents: Tensor | None) -> Any:
     return build(visible, rows, None, length, length, device=tokens.device)
 
 
-# The choice
+# Choice of the kernel
 
 
 def choose_kernel(
@@ -253,7 +253,7 @@ def choose_kernel(
     backend = arch.attn_backend
     deterministic = torch.are_deterministic_algorithms_enabled()
     otherwise = "sdpa"
-    if arch.sinks:  # PyTorch's function does not give the log-sum-exp
+    if arch.sinks:  # PyTorch's function does not return the log-sum-exp
         otherwise = fastest_kernel(device, dtype, arch.head_dim, not plain, deterministic, fills_tiles(length))
     if arch.score_cap is not None:
         otherwise, plain = "math", False  # kernels for plain masks have no cap either
@@ -275,7 +275,7 @@ def choose_kernel(
     if backend == "flex" and arch.head_dim < SMALLEST_FLEX_HEAD:
         raise UserError(
             f"model.overrides.attn_backend = 'flex' needs head_dim of at least {SMALLEST_FLEX_HEAD}, not"
-            f" {arch.head_dim}; 'sdpa' takes any (--model.overrides.attn_backend=sdpa)"
+            f" {arch.head_dim}; 'sdpa' supports any size (--model.overrides.attn_backend=sdpa)"
         )
     if backend == "flex" or (backend == "auto" and not plain):
         if backend == "auto" and not _no_varlen(arch, dtype, device):
@@ -308,38 +308,38 @@ def _no_varlen(arch: Architecture, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _part_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """A kernel for a part of the keys, here with all of them."""
+    """Call a kernel of partial_attention.py with all keys as one part."""
     return KERNELS[mask.kernel].forward(q, k, v, mask.allowed is None, mask.allowed)[0]
 
 
 def _sdpa_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """PyTorch's own choice. On CUDA it would use the slowest kernel for grouped heads: they are repeated instead."""
+    """PyTorch's own choice. On CUDA it would use its slowest kernel for grouped heads, so KV heads are repeated."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda:
         k, v = for_every_head(q, k), for_every_head(q, v)
         grouped = False
     causal = mask.allowed is None
     width = v.shape[-1]
-    v = v if q.is_cuda else as_wide_as(q, v)  # on a CPU, other widths would mean all S x S scores
+    v = v if q.is_cuda else as_wide_as(q, v)  # on a CPU, another width would materialise all S x S scores
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.allowed, is_causal=causal, enable_gqa=grouped)
     return out[..., :width]
 
 
 def _flex_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None = None) -> Tensor:
-    """Compiled with its block, or else by itself: uncompiled, FlexAttention would build all S x S scores."""
+    """FlexAttention, compiled with its block or else alone: uncompiled, it would materialise all S x S scores."""
     options: dict[str, Any] = {"block_mask": mask.block_mask, "score_mod": mask.score_mod}
     options["enable_gqa"] = q.shape[1] != k.shape[1]
     alone = q.is_cuda and not torch.compiler.is_compiling()
     flex: Any = _compiled(flex_attention) if alone else flex_attention
     if sink is None:
         return flex(q, k, v, **options)
-    out, more = flex(q, k, v, **options, return_aux=AuxRequest(lse=True))  # it has a gradient
+    out, more = flex(q, k, v, **options, return_aux=AuxRequest(lse=True))  # this lse has a gradient
     return add_sink(out, more.lse, sink)[0]
 
 
 @functools.lru_cache
 def _capping(cap: float) -> Callable[..., Tensor]:
-    """The cap of scores in FlexAttention's form; one function for each, so that a compiled graph is found again."""
+    """The cap of scores as FlexAttention takes it: one function per cap, so that its compiled graph is reused."""
 
     def capping(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -348,10 +348,10 @@ def _capping(cap: float) -> Callable[..., Tensor]:
 
 
 class _InOnePart(torch.autograd.Function):
-    """Attention with sinks or capped scores by a kernel for a part of the keys, here with all of them.
+    """Attention with sinks or capped scores, by a kernel of partial_attention.py with all keys as one part.
 
-    The kernels take no gradient of the log-sum-exp. They need none: with the sink in `out` and `lse`, their backward is
-    that of the softmax with the sink.
+    The kernels take no gradient of the log-sum-exp. They need none: once `out` and `lse` include the sink, their
+    backward is that of the softmax with the sink.
     """
 
     @staticmethod
@@ -382,7 +382,7 @@ class _InOnePart(torch.autograd.Function):
 
 
 def _varlen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Packed documents as (B * S, H, D). The kernel counts a window without the query itself."""
+    """Attention over packed documents as (B * S, H, D). The kernel's window does not count the query itself."""
     assert _varlen is not None, "load_varlen() comes first"
     length = q.shape[1]
     out = _varlen(
@@ -406,7 +406,7 @@ _varlen: Callable[..., Any] | None = None
 
 
 def load_varlen() -> bool:
-    """Import the varlen kernel at its first use, which takes a second; False if this PyTorch has none with windows."""
+    """Import the varlen kernel on first use (it takes a second). Return False if this PyTorch has none with windows."""
     global _varlen
     if _varlen is None:
         try:

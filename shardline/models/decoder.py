@@ -46,7 +46,7 @@ from shardline.models.products.linear import linear, weight_queue
 from shardline.models.products.narrow import narrowed
 from shardline.models.rope import query_factors, rope_tables, rotate, window_rope_tables
 
-# Cosines and sines, and for layers with a base of their own others; factors of queries
+# Cosines and sines, those of layers with their own rotary base, and factors of queries
 Tables = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -59,8 +59,8 @@ class BlockSpec(NamedTuple):
     norm: NormSpec
     rope_pairs: str = "halves"
     rotated_norm: bool = False
-    query_factor: float = 1.0  # of queries, which scales the softmax for every kernel
-    parallel: bool = False  # the feed-forward part reads what attention reads
+    query_factor: float = 1.0  # queries are multiplied by it, which scales the softmax in every kernel
+    parallel: bool = False  # the feed-forward part has the same input as attention
     residual_scale: float = 1.0
     activation: str = "silu"
     products: Products = Products()  # of attention
@@ -102,7 +102,7 @@ def block_function(
     shape: tuple[int, int],
     cache: LayerCache | None = None,
 ) -> Tensor:
-    """One block over the residual stream x (t, dim) of `shape` (B, S) tokens; weights are cast to the type of x."""
+    """Apply a block to the residual stream x (t, dim) of `shape` (B, S) tokens; weights are cast to the type of x."""
     w = weights
     assert w.ffn is not None
     read = norm(x, w.attention_norm, spec.norm)
@@ -114,7 +114,7 @@ def block_function(
 
 
 def add(x: Tensor, out: Tensor, post_norm: NormWeights | None, spec: BlockSpec) -> Tensor:
-    """The residual stream with what a part of a block adds to it."""
+    """Add the output of a part of a block to the residual stream."""
     out = norm(out, post_norm, spec.norm)
     return x + out if spec.residual_scale == 1.0 else x + out * spec.residual_scale
 
@@ -129,7 +129,7 @@ def expert_block_function(
     shape: tuple[int, int],
     cache: LayerCache | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One block with experts; also returns the tally of its router (see `moe`)."""
+    """Apply a block with experts; also return the tally of its router (see `moe`)."""
     w = weights
     read = norm(x, w.attention_norm, spec.norm)
     x = add(x, attention_part(read, w, cos, sin, mask, spec, shape, cache), w.attention_post_norm, spec)
@@ -162,8 +162,8 @@ def attention_part(
 ) -> Tensor:
     """Project, normalise, rotate, attend, project back.
 
-    Layers without rotary positions have neither `cos` nor `sin`. In training values are copied out of the fused
-    product, which attention's backward would keep whole for them; norms of queries and keys keep it anyway.
+    Layers without rotary positions have neither `cos` nor `sin`. In training, values are copied out of the fused
+    product, since attention's backward would keep all of it for them; norms of queries and keys keep it anyway.
     """
     if w.latent is not None and spec.latent is not None:
         assert cos is not None
@@ -188,7 +188,7 @@ def attention_part(
 
 
 def _own_keys(weight: Tensor, spec: BlockSpec) -> Tensor:
-    """The weights of the norm of the keys that this rank uses, where it holds those of all KV heads."""
+    """The key norm's weights for the KV heads that this rank uses, where it holds those of all KV heads."""
     if spec.kv_heads is None or spec.norm.over == "head":
         return weight
     first, count = spec.kv_heads
@@ -202,7 +202,7 @@ def project(
     assert w.wqkv is not None
     if w.wkv is None:
         (product,) = spec.products.column(x, (w.wqkv,), (w.wqkv_bias,))
-        heads = w.wqkv.shape[0] // ((spec.group + 2) * spec.head_dim)  # from the weight: never a symbol when compiled
+        heads = w.wqkv.shape[0] // ((spec.group + 2) * spec.head_dim)  # from the weight: never symbolic when compiled
         fused = product.view(*shape, heads, spec.group + 2, spec.head_dim)
         q, k, v = fused.split((spec.group, 1, 1), dim=3)
         return q, k, v, product.shape[:-1]
@@ -234,7 +234,7 @@ NO_MATRICES = LowRankSpec(0.0, (Projection("", 1, 1.0),))
 
 
 class Adaptable(nn.Module):
-    """A module with a weight beside which matrices of low rank may be trained (`adapters`)."""
+    """A module with a weight beside which low-rank matrices may be trained (`adapters`)."""
 
     weight: nn.Parameter
 
@@ -243,10 +243,10 @@ class Adaptable(nn.Module):
         self.stored: CodedWeight | None = None  # in place of the weight
         self.lora: nn.ModuleDict | None = None  # by the name of the projection: a fused weight has several
         self.low_rank: LowRankSpec | None = None
-        self.bare = False  # whether the frozen weight is used alone, as if nothing were trained beside it
+        self.bare = False  # use the frozen weight alone, as if nothing were trained beside it
 
     def used(self, part: Callable[[Tensor], Tensor]) -> Weight:
-        """What products take: the weight, with what is trained beside it."""
+        """The weight as matrix products take it, with the matrices that are trained beside it."""
         if self.stored is not None:
             held = tuple(part(parameter) for parameter in self.stored.parameters())
             beside = None if self.bare else self.lora
@@ -268,7 +268,7 @@ class Linear(Adaptable):
         return linear(x, self.used(local), self.bias)
 
     def whole(self) -> Tensor:
-        """One matrix (rows, columns) for all: the loss multiplies with it in chunks."""
+        """The weight and what is trained beside it as one matrix (rows, columns), which the loss uses in chunks."""
         weight = self.used(local)
         if not isinstance(weight, Adapted):
             return weight
@@ -285,7 +285,7 @@ class Embedding(Adaptable):
         self.function: Any = F.embedding  # (tokens, weight) -> rows
 
     def own_rows(self, x: Tensor) -> Tensor:
-        """Pick from numbers (B, S) those of the tokens that `forward` gives this rank."""
+        """From one number per token (B, S), return those of the tokens whose rows `forward` returns on this rank."""
         return x if self.function is F.embedding else self.function.own_rows(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -353,7 +353,7 @@ class FeedForward(nn.Module):
 
     @property
     def into(self) -> Linear:
-        """The layer into the wide middle."""
+        """The layer from dim to the intermediate width."""
         layer = self.w13 or self.w1
         assert layer is not None
         return layer
@@ -376,7 +376,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """The router's weights; `balance` is moved by `optim`, not by gradients."""
+    """The router's weights; `balance` is updated by `optim`, not by gradients."""
 
     def __init__(self, arch: Architecture, spec: MixtureOfExperts) -> None:
         super().__init__()
@@ -426,16 +426,16 @@ class Block(nn.Module):
             latent=latent_spec(arch),
         )
         self.function: Callable[..., Any] = block_function if spec is None else expert_block_function
-        self.tally: Tensor | None = None  # of the router since it was last reset: tokens of each expert, losses
+        self.tally: Tensor | None = None  # the router's, since the last reset: tokens of each expert, losses
         self.rest: WithoutExperts | None = None
 
     @property
     def module(self) -> nn.Module:
-        """What FSDP shards: the block itself."""
+        """The module that FSDP shards: the block itself."""
         return self
 
     def without_experts(self) -> WithoutExperts:
-        """Everything in this block but its experts, as a module through which its forward passes."""
+        """Return everything in this block but its experts, as a module that the block's forward then goes through."""
         self.rest = WithoutExperts(self)
         return self.rest
 
@@ -505,7 +505,7 @@ class Block(nn.Module):
         shape: tuple[int, int],
         cache: LayerCache | None,
     ) -> Tensor:
-        if cache is not None:  # lengths grow with every token, which a compiled function would be recompiled for
+        if cache is not None:  # lengths grow with every token, and each would recompile a compiled function
             plain: Callable[..., Any] = block_function if self.moe is None else expert_block_function
             out = plain(x, self.weights(), cos, sin, mask, self.spec, shape, cache)
         else:
@@ -513,13 +513,13 @@ class Block(nn.Module):
         if self.moe is None:
             return out
         x, tally = out
-        if torch.is_grad_enabled():  # training; outside the function, which checkpointing may run again
+        if torch.is_grad_enabled():  # training; not in the function, which checkpointing may run twice
             self.tally = tally if self.tally is None else self.tally + tally
         return x
 
 
 class WithoutExperts(nn.Module):
-    """The modules of a block but its experts: FSDP shards the two over different ranks, and gathers by module."""
+    """The modules of a block but its experts: FSDP shards the two over different ranks, and all-gathers by module."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -542,7 +542,7 @@ class Stage(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A model, or the pipeline stages of one that this rank holds (`stages`; None: all).
+    """A model, or those of its pipeline stages that this rank holds (`stages`; None: all).
 
     Parameters are made on the default device, uninitialised, under their names in the whole model. Where embedding and
     output are tied, a rank with the last stage holds the embedding too. `compute_dtype` None computes in the type of
@@ -550,15 +550,15 @@ class Decoder(nn.Module):
     """
 
     frozen: frozenset[str] = frozenset()  # logical names of weights that are not trained (adapters/freeze.py)
-    noise_bound = 0.0  # of what `hidden` adds to embeddings where it is given `noise`
+    noise_bound = 0.0  # bound of the noise that `hidden` adds to embeddings if it is given `noise`
 
-    gives_logits = False  # of `hidden`: where a model changes its logits after the output layer
+    gives_logits = False  # whether `hidden` returns logits, for models that change them after the output layer
 
     def __init__(self, arch: Architecture, split_kv: bool = False, stages: Sequence[Stage] | None = None) -> None:
         super().__init__()
         self.arch = arch
         self.compute_dtype: torch.dtype | None = None
-        self.adaptation: Any = None  # where only a part is trained: what (adapters/lora.py)
+        self.adaptation: Any = None  # what is trained, where that is only a part (adapters/lora.py)
         self.context: Any = None  # where ranks share sequences: this rank's positions, masks and tokens
         self.stages = (Stage(tuple(range(arch.n_layers)), True, True),) if stages is None else tuple(stages)
         first, last = any(stage.first for stage in self.stages), any(stage.last for stage in self.stages)
@@ -582,12 +582,12 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states (B, S, dim) of tokens (B, S) after the final norm; ranks that share tokens get their rows.
+        """Hidden states (B, S, dim) of tokens (B, S) after the final norm; ranks that share tokens get their own rows.
 
-        They are multiplied by `logit_scale`, whose product with the output's weight is what the logits should be.
+        They include the factor `logit_scale`, so that the output layer's weight alone turns them into logits.
         `positions` (S,) or (B, S) default to 0, 1, ...; `documents` (B, S) keep packed documents apart, and positions
-        start anew in each. With `stage`, one of several, `x` is the residual stream before it (None before the first)
-        and the result that after it. `noise` (B, S) are the keys of noise on the embeddings (noise.py).
+        restart in each. With `stage`, one of several, `x` is the residual stream before that stage (None for the first)
+        and the result the one after it. `noise` (B, S) holds the keys of the noise on embeddings (noise.py).
         """
         if stage is None:
             (stage,) = self.stages
@@ -643,42 +643,42 @@ class Decoder(nn.Module):
         return block
 
     def whole_parameters(self) -> set[nn.Parameter]:
-        """Parameters that FSDP leaves whole: balancing biases are moved by counts, and never cast."""
+        """Parameters that FSDP leaves whole: balancing biases, which are updated from counts and never cast."""
         routers = [block.moe.router for block in self.blocks() if block.moe is not None]
         return {router.balance for router in routers if router.balance is not None}
 
     def check_masks(self, device: torch.device) -> None:
-        """Called once on every rank when the weights are there; the masks of this model are its own."""
+        """Called once on every rank after weights are loaded. Nothing to check: this model builds its own masks."""
 
     def retie(self) -> None:
-        """Called when parameters were replaced; a tied weight here is one module's."""
+        """Called after parameters were replaced. Nothing to do: a tied weight belongs to one module here."""
 
     def make_adaptable(self) -> None:
-        """Called before matrices of low rank are attached; here every module that can have some is `Adaptable`."""
+        """Called before low-rank matrices are attached. Nothing to do: modules that can have some are `Adaptable`."""
 
     def renew_blocks(self) -> None:
-        """Called when modules inside blocks have other parameters; a block here asks for them in each step."""
+        """Called after modules in blocks got new parameters. Nothing to do: a block reads them in every step."""
 
     def computing_modules(self) -> Iterator[nn.Module]:
         """The modules whose `forward` computes: here, those that hold the parameters."""
         return self.modules()
 
     def output_weight(self) -> Tensor:
-        """(V, dim): the output layer's weight, the embedding's when they are tied."""
+        """The output layer's weight (V, dim), or the embedding's when they are tied."""
         if self.output is None:
             assert self.tok_embeddings is not None, "the output is in another stage"
             return local(self.tok_embeddings.weight)
         return self.output.whole()
 
     def tables_for(self, tokens: Tensor) -> Tables:
-        """The tables of positions that the next pass over such tokens reads: who records that pass must keep them."""
+        """The position tables that the next pass over such tokens reads; code that records that pass must keep them."""
         return self._rope(tokens, None, None)
 
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tables:
-        """Cosines and sines that broadcast to (B, S, KV, group, D/2), and for layers without them factors of queries.
+        """Cosines and sines that broadcast to (B, S, KV, group, D/2), and factors of queries for layers without them.
 
-        Those of the default positions are cached.
-        They are not buffers: nothing needs to be recomputed when a model from the meta device gets its memory.
+        The tables of the default positions are cached.
+        They are not buffers, so nothing must be recomputed when a model on the meta device gets its memory.
         """
         key = (tokens.shape[1], tokens.device)
         default = positions is None and cache is None

@@ -1,4 +1,4 @@
-"""A parameter may be a DTensor, of which this rank holds a shard: what that shard is, and where it lies."""
+"""Helpers for parameters that may be DTensors: this rank's shard, and its place in the whole tensor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter: itself, or its shard of a DTensor."""
+    """This rank's shard of a DTensor; any other parameter itself."""
     shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return shard
 
 
 def local_waiting(parameter: Tensor) -> Tensor:
-    """`local` for weights whose gradients may be computed later: a backward pass without a gradient adds nothing.
+    """`local` for weights whose gradients may be computed later: if backward gives no gradient, nothing is added.
 
     DTensor's own `to_local` would add zeros of the weight's size instead.
     """
@@ -44,14 +44,14 @@ class _Local(torch.autograd.Function):
 
 
 def local_slices(parameter: Any) -> tuple[slice, ...]:
-    """Where in the whole tensor this rank's shard lies: all of it where it is no DTensor."""
+    """The place of this rank's shard in the whole tensor; all of a tensor that is no DTensor."""
     if not hasattr(parameter, "placements"):
         return tuple(slice(0, size) for size in parameter.shape)
     return shard_slices(parameter, parameter.device_mesh.get_coordinate())
 
 
 def shard_slices(tensor: Any, coordinates: list[int]) -> tuple[slice, ...]:
-    """Where the shard of the rank at these coordinates of the tensor's mesh lies."""
+    """The place of the shard that the rank at these coordinates of the tensor's mesh holds."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
     sizes, offsets = _compute_local_shape_and_global_offset(

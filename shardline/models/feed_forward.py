@@ -1,4 +1,4 @@
-"""Products, and the feed-forward part on the fused gate-up weight, or on one without a gate.
+"""Matrix products, and the feed-forward part with a fused gate-up weight or without a gate.
 
 Letters: t rows of the residual stream, one per token: (B, S, dim) on one rank, (tokens / ranks, dim) where ranks share
 the sequence. `Products` is the interface through which tensor parallelism adds its collectives to the products.
@@ -41,11 +41,11 @@ def all_here(x: Tensor) -> Tensor:
 
 
 class Products(NamedTuple):
-    """The two kinds of products in a block: into heads or the wide middle (`column`), and back to dim (`row`).
+    """The two kinds of products in a block: from dim to heads or the intermediate width (`column`), and back (`row`).
 
-    `gather` gives all rows of what each rank has computed for its own, to be used by this rank's heads. `mean` gives
-    the mean over ranks of what each has computed of its own heads, which all of them go on with. Where
-    `row_keeps_float8`, backward has the input of `row` in float8 and does not need it as it was.
+    `gather` all-gathers rows that each rank has computed for its own tokens, for this rank's heads. `mean` averages
+    over ranks a number that each has computed from its own heads. With `row_keeps_float8`, backward keeps the input of
+    `row` in float8 and does not need the original.
     """
 
     column: Callable[[Tensor, Weights, Biases], tuple[Tensor, ...]] = columns
@@ -88,7 +88,7 @@ def feed_forward(
 
 
 def widen(x: Tensor, w: FeedForwardWeights, products: Products) -> Tensor:
-    """gate(x) and up(x) in one."""
+    """gate(x) and up(x) in one product."""
     (product,) = products.column(x, (w.w13,), (w.w13_bias,))
     return product
 
@@ -114,7 +114,7 @@ def narrow(
 
 
 class _Down(torch.autograd.Function):
-    """down(silu(gate) * up) of rows (n, 2 F) on a GPU; backward makes the middle again in its gradient's pass."""
+    """down(silu(gate) * up) of rows (n, 2 F) on a GPU; SwiGLU's gradient kernel recomputes silu(gate) * up."""
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
@@ -139,10 +139,10 @@ class _Down(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate(x)) * up(x) on a CPU, whose loops are slow over blocks: the weight's rows are put in two halves first.
+    """silu(gate(x)) * up(x) on a CPU, where loops over blocks are slow: the weight's rows are first put in two halves.
 
-    That copy is small beside the product. Backward computes silu(gate) again; `activation` may be another one. Beside a
-    frozen weight, which `kind` says how to read, A and B may be trained.
+    This copy is cheap beside the product. Backward recomputes silu(gate); `activation` may name another function. A
+    and B may be trained beside a frozen weight, whose format is `kind`.
     """
 
     @staticmethod
@@ -187,7 +187,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _halves(rows: Tensor, block: int) -> Tensor:
-    """All rows of gate, then all of up, from blocks that alternate."""
+    """Reorder alternating blocks: all rows of gate, then all rows of up."""
     return rows.unflatten(0, (-1, 2, block)).transpose(0, 1).flatten(0, 2)
 
 

@@ -1,4 +1,4 @@
-"""Named sizes: `model.name` and `model.flavor` to an Architecture. Torch-free."""
+"""Named model sizes: from `model.name` and `model.flavor` to an Architecture. Torch-free."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def _experts(n_experts: int, top_k: int, expert_dim: int, **more: Any) -> Mixtur
 
 
 def _balanced(n_experts: int, top_k: int, expert_dim: int) -> MixtureOfExperts:
-    """Experts that are kept busy by the bias with which TorchTitan trains them."""
+    """Experts balanced by a bias, as TorchTitan trains them."""
     return _experts(n_experts, top_k, expert_dim, balance_coeff=1e-3)
 
 
 def _shared_experts(count: int, top_k: int, width: int, shared: int, **more: Any) -> dict[str, Any]:
-    """`count` experts of a width, and a shared expert as wide as `shared` of them; one layer is dense."""
+    """`count` experts of one width, and a shared expert as wide as `shared` of them; one layer is dense."""
     sizes = {"n_experts": count, "top_k": top_k, "expert_dim": width, "shared_dim": shared * width}
     return {**sizes, "first_dense": 1, "balance_coeff": 1e-3, **more}
 
@@ -128,7 +128,7 @@ _DEBUG_LLAMA4: dict[str, Any] = {
 
 
 def _with_irope(flavor: str, chunk: int, arch: Architecture) -> dict[str, Architecture]:
-    """The flavor, and one whose layers 0, 4, ... have no rotary positions, the others attention in chunks."""
+    """The flavor, and a variant without rotary positions in layers 0, 4, ... and with chunked attention in the rest."""
     rotating = tuple(layer for layer in range(arch.n_layers) if layer % 4)
     chunks = {"sliding_window": chunk, "sliding_window_layers": rotating, "window_kind": "chunked"}
     return {flavor: arch, f"{flavor}_irope": arch.with_overrides({"rope_layers": rotating, **chunks, **_PACKED_FLEX})}
@@ -155,7 +155,7 @@ def _gpt_oss(dim: int, layers: int, n_experts: int) -> Architecture:
 
 
 def _gemma(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, period: int, **more: Any) -> Architecture:
-    """All but each `period`-th layer have the window."""
+    """All layers except every `period`-th have the window."""
     fields: dict[str, Any] = {
         "norm_kind": "rms_plus_one",
         "norm_places": "both",
@@ -250,7 +250,7 @@ _DENSE_FLAVORS: dict[str, dict[str, Architecture]] = {
         "9B": _gemma2(3584, 42, 16, 8, 14336),
         "27B": _gemma2(4608, 46, 32, 16, 36864, head_dim=128, attention_scale=144**-0.5),
     },
-    # The text models of the larger ones, which see images too.
+    # The larger ones also see images; these are their text models.
     "gemma3": {
         "debugmodel": _gemma3(256, 6, 8, 4, 768, head_dim=32, vocab_size=2048, sliding_window=64),
         "1B": _gemma3(1152, 26, 4, 1, 6912, vocab_size=262144, max_seq_len=32768, sliding_window=512),
@@ -268,7 +268,7 @@ _DENSE_FLAVORS: dict[str, dict[str, Architecture]] = {
         "13B": _olmo2(5120, 40, 40, 40, 13824),
         "32B": _olmo2(5120, 64, 40, 8, 27648),
     },
-    # Granite 3.0; later ones have another base and vocabulary.
+    # Granite 3.0; later versions have another rotary base and vocabulary.
     "granite": {
         "2B": _granite(2048, 40, 32, 8, 8192, attention_scale=0.015625, logit_scale=1 / 8),
         "8B": _granite(4096, 40, 32, 8, 12800, attention_scale=0.0078125, logit_scale=1 / 16),
@@ -323,9 +323,9 @@ _DENSE_FLAVORS: dict[str, dict[str, Architecture]] = {
 }
 
 
-# Llama 3.2 (1B, 3B) ties its embeddings and stretches its rotary frequencies; 8B, 70B and 405B do neither, as
-# TorchTitan has them. The published Llama 3.1 weights of those sizes do stretch: load them with model.name = "auto".
-# Llama 4 is TorchTitan's too: the published weights have no rotary positions in layers 3, 7, ..., a norm of rotated
+# Llama 3.2 (1B, 3B) ties its embeddings and scales its rotary frequencies; 8B, 70B and 405B do neither, as in
+# TorchTitan. The published Llama 3.1 weights of those sizes do scale them: load these with model.name = "auto".
+# Llama 4 follows TorchTitan too: the published weights have no rotary positions in layers 3, 7, ..., a norm of rotated
 # queries and keys (17Bx16E), and queries that grow with their position. gpt-oss is as published.
 FLAVORS: dict[str, dict[str, Architecture]] = {
     "llama3": {
@@ -357,7 +357,7 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
         "8x7B": _mixtral(4096, 32, 32, 8, 14336, max_seq_len=32768, moe=_experts(8, 2, 14336)),
         "8x22B": _mixtral(6144, 56, 48, 8, 16384, max_seq_len=65536, moe=_experts(8, 2, 16384)),
     },
-    # 16B and 236B are DeepSeek-V2-Lite and -V2 with a balancing bias, which these were trained without.
+    # 16B and 236B are DeepSeek-V2-Lite and -V2 with a balancing bias, although those were trained without one.
     "deepseek_v3": {
         "debugmodel": _DEBUG_DEEPSEEK,
         "debugmodel_flex_attn": _DEBUG_DEEPSEEK.with_overrides(_PACKED_FLEX),
@@ -385,7 +385,7 @@ def resolve(model: Model) -> Architecture:
         try:
             return architecture_from_hf(Path(local_path(model.hf_assets_path)), model.implementation, model.overrides)
         except ConfigError as error:
-            if str(error).startswith(("model.", "model:")):  # a key is named already
+            if str(error).startswith(("model.", "model:")):  # the error already names a key
                 raise
             raise ConfigError(f"model.hf_assets_path: {error}") from error
     known = {**FLAVORS.get(model.name, {}), **registry.flavors.get(model.name, {})}
@@ -395,14 +395,14 @@ def resolve(model: Model) -> Architecture:
 
 
 def check_weights(config: Config, arch: Architecture) -> None:
-    """Refuse a Hugging Face folder whose weights are those of another model than the config names."""
+    """Refuse a Hugging Face folder whose weights belong to another model than the one in the config."""
     section, model = config.checkpoint, config.model
     own = model.name == "auto" and section.initial_load_path is None
     if own or not (section.enable and section.initial_load_in_hf) or arch.foreign is not None:
         return
     folder = Path(local_path(section.initial_load_path or model.hf_assets_path))
     if not (folder / "config.json").is_file():
-        return  # the weights may be there
+        return  # the folder may still have the weights
     kind = str(read_config(folder).get("model_type"))
     found = architecture_from_hf(folder, "native") if is_built(kind) else None
     differing = _differences(found, arch, bool(config.data.added_tokens or config.data.special_tokens))
@@ -410,18 +410,18 @@ def check_weights(config: Config, arch: Architecture) -> None:
         named = "model.name = 'auto'" if model.name == "auto" else f"{model.name} {model.flavor}"
         raise ConfigError(
             f"{'checkpoint.initial_load_path' if section.initial_load_path else 'model.hf_assets_path'}: {folder} holds"
-            f" another model, of type {kind!r}, than {named} ({differing}); take the folder's own model with"
+            f" another model, of type {kind!r}, than {named} ({differing}); use the folder's own model with"
             f" model.name = 'auto' and model.hf_assets_path = {str(folder)!r}, or name another folder"
         )
 
 
 def _differences(found: Architecture | None, arch: Architecture, adds_tokens: bool) -> str:
-    """In which sizes a folder's model and another one differ; which weights, where that is not a matter of size."""
+    """The sizes in which a folder's model differs from `arch`, or the weights if no size differs."""
     if found is None:
-        return "a family that is not built here"
+        return "a family without a native implementation"
     if adds_tokens:
         found = found.model_copy(update={"vocab_size": arch.vocab_size})
-    theirs, ours = ({**logical_shapes(one), "output.weight": ()} for one in (found, arch))  # may be tied in files alone
+    theirs, ours = ({**logical_shapes(one), "output.weight": ()} for one in (found, arch))  # only files may tie it
     if theirs == ours:
         return ""
     sizes = [name for name in SIZES if getattr(found, name) != getattr(arch, name)]
@@ -433,7 +433,7 @@ def _differences(found: Architecture | None, arch: Architecture, adds_tokens: bo
 
 
 def model_label(model: Model) -> str:
-    """How logs name a model: by its flavor, or by the folder that it comes from."""
+    """The name of a model in logs: its flavor, or the folder that it comes from."""
     if model.name != "auto":
         return f"{model.name} {model.flavor}"
     name, path = model_name(model.hf_assets_path), Path(model.hf_assets_path)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardline.config.architecture import Architecture, MixtureOfExperts
 
-if TYPE_CHECKING:  # the sizes of a model are known without torch
+if TYPE_CHECKING:  # the sizes of a model are computed without torch
     from torch import Tensor
 
 
@@ -32,7 +32,7 @@ def logical_names(arch: Architecture, name: str) -> list[str]:
 
 
 def unfuse(arch: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The logical tensors of the parameter `name`, or of rows of it that hold whole groups."""
+    """Split the parameter `name`, or rows of it that hold whole groups, into logical tensors."""
     if _halves(name):
         return views(name, tensor)
     runs = fused_runs(arch, name)
@@ -44,7 +44,7 @@ def unfuse(arch: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def fuse(arch: Architecture, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-    """The parameter `name` from its logical tensors: the inverse of `unfuse`."""
+    """Build the parameter `name` from its logical tensors: the inverse of `unfuse`."""
     import torch
 
     if _halves(name):
@@ -57,16 +57,16 @@ def fuse(arch: Architecture, name: str, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def views(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The parameter `name`, or this rank's shard of it, or its state, as views whose rows are rows of logical tensors.
+    """Views of the parameter `name`, of a shard or of its state, whose rows are rows of logical tensors.
 
-    The fused weight of experts is two of them; any other parameter is one, under its own name.
+    The fused weight of experts has two views; any other parameter has one, under its own name.
     """
     halves = _halves(name)
     return dict(zip(halves, tensor.unbind(1), strict=True)) if halves else {name: tensor}
 
 
 class LogicalRows(NamedTuple):
-    """Rows [start, stop) of the logical tensor `name`, which has `size`, and their places in a parameter's shard."""
+    """Rows [start, stop) of the logical tensor `name` of `size` rows, and their places in a parameter's shard."""
 
     name: str
     size: int
@@ -76,7 +76,7 @@ class LogicalRows(NamedTuple):
 
 
 def logical_rows(arch: Architecture, name: str, size: int, held: slice) -> list[LogicalRows]:
-    """Rows `held` of the parameter `name`, which has `size` rows, as rows of its logical tensors."""
+    """Map rows `held` of the parameter `name`, which has `size` rows, to rows of its logical tensors."""
     import torch
 
     ends = torch.tensor([held.start, held.stop], device="cpu")
@@ -88,7 +88,7 @@ def logical_rows(arch: Architecture, name: str, size: int, held: slice) -> list[
 
 
 def logical_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every logical tensor's shape, in the order of the model; the output layer's only when it is not tied."""
+    """Every logical tensor's shape, in model order; the output layer's only when it is not tied."""
     if arch.foreign is not None:
         return dict(arch.foreign.shapes)
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (arch.vocab_size, arch.dim)}
@@ -104,7 +104,7 @@ def logical_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def is_low_rank(name: str) -> bool:
-    """Whether a name is that of a matrix that is trained beside a frozen weight."""
+    """Whether a name is that of a low-rank matrix, trained beside a frozen weight."""
     return ".lora." in name
 
 
@@ -119,7 +119,7 @@ def low_rank_name(name: str) -> str:
 
 
 def keeps_type(name: str) -> bool:
-    """Whether a tensor is stored in float32 whatever the weights are: the steps of a balancing bias are too small."""
+    """Whether a tensor is stored in float32 whatever the weights' type: a balancing bias, whose updates are tiny."""
     return name.endswith(".router.balance")
 
 
@@ -128,12 +128,12 @@ def parameter_count(arch: Architecture) -> int:
 
 
 def active_parameter_count(arch: Architecture) -> int:
-    """The parameters that one token meets: of the experts of a layer, those that it uses."""
+    """The number of parameters that one token uses: of a layer's experts, only those it is routed to."""
     return sum(used_by_a_token(arch, name, math.prod(shape)) for name, shape in logical_shapes(arch).items())
 
 
 def layer_sizes(arch: Architecture) -> list[tuple[int, int]]:
-    """(parameters, parameters that one token meets) of each layer."""
+    """(parameters, parameters that one token uses) of each layer."""
     held, used = [0] * arch.n_layers, [0] * arch.n_layers
     place = f"{layers_name(arch)}."
     for name, shape in logical_shapes(arch).items():
@@ -160,9 +160,9 @@ def output_name(arch: Architecture) -> str:
 
 
 def upright(arch: Architecture, module: str, weight: Tensor) -> Tensor:
-    """The weight (rows, columns) of a linear layer from the stored one, or the stored one from it.
+    """Convert a linear layer's weight from the stored layout to (rows, columns), or back.
 
-    GPT-2 and its like store columns first.
+    GPT-2 and similar models store columns first.
     """
     return weight.t() if is_transposed(arch, module) else weight
 
@@ -172,12 +172,12 @@ def is_transposed(arch: Architecture, module: str) -> bool:
 
 
 def active_words(arch: Architecture) -> str:
-    """` (1,234 for each token)`, behind the number of all parameters; nothing where they are the same."""
+    """` (1,234 for each token)`, to follow the number of all parameters; empty for a model without experts."""
     return "" if arch.moe is None else f" ({active_parameter_count(arch):,} for each token)"
 
 
 def used_by_a_token(arch: Architecture, name: str, size: int) -> int:
-    """How many of the `size` parameters of a logical tensor one token meets."""
+    """How many of the `size` parameters of a logical tensor one token uses."""
     return size if arch.moe is None or ".experts." not in name else size // arch.moe.n_experts * arch.moe.top_k
 
 
@@ -210,7 +210,7 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def block_norms(arch: Architecture) -> list[str]:
-    """The names of a block's norms: of what its parts read, and of what they add to the residual stream."""
+    """The names of a block's norms: those of its parts' inputs, and those of their outputs."""
     before = ["attention_norm"] if arch.parallel_block else ["attention_norm", "ffn_norm"]
     after = ["attention_post_norm", "ffn_post_norm"]
     return {"before": before, "after": after, "both": before + after}[arch.norm_places]

@@ -1,4 +1,4 @@
-"""Text generation, one token at a time, with a cache of keys and values; a model of transformers has none here."""
+"""Text generation, one token at a time, with a cache of keys and values (models of transformers run without one)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt of at least one token, up to and including `eos_id`.
 
-    Temperature 0 takes the likeliest token. Otherwise draws come from a generator of `seed` on the CPU, among the
-    `top_k` likeliest tokens and the smallest set that holds `top_p` of the probability.
+    Temperature 0 takes the likeliest token. Otherwise a CPU generator seeded with `seed` draws among the `top_k`
+    likeliest tokens and the smallest set that holds `top_p` of the probability.
     """
     prompt = torch.as_tensor(tokens, dtype=torch.int64).flatten()
     if prompt.numel() == 0:
@@ -39,7 +39,7 @@ def generate(
         cache = KVCache(model.arch, 1, length, weight.device, model.compute_dtype or weight.dtype)
     elif length > model.arch.max_seq_len:
         raise UserError(
-            f"{length} tokens are more than the {model.arch.max_seq_len} positions that config.json states: give a"
+            f"{length} tokens are more than the {model.arch.max_seq_len} positions that config.json states: set a"
             " smaller --max-new-tokens"
         )
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -50,7 +50,7 @@ def generate(
         logits = _next_logits(model, step, cache)
         if not logits.isfinite().all():  # on the CPU: no wait for the device
             raise UserError(
-                "the model gives logits that are not finite: its weights are damaged, or too large for their type;"
+                "the model's logits are not finite: its weights are damaged, or too large for their type;"
                 " use another checkpoint"
             )
         token = choose(logits, temperature, top_k, top_p, generator)
@@ -64,7 +64,7 @@ def generate(
 
 @torch.no_grad()
 def _next_logits(model: Decoder, step: Tensor, cache: KVCache | None) -> Tensor:
-    """Logits (V,) of the token after `step` (1, new tokens), in float32 on the CPU; without a cache, after all."""
+    """Logits (V,) of the next token, in float32 on the CPU. `step` (1, tokens) are new tokens, without a cache all."""
     if cache is None:
         logits: Tensor = model(step)[0, -1].float().cpu()
         return logits

@@ -1,4 +1,4 @@
-"""Calls for gradients that have arrived, which do not keep alive what they call."""
+"""Hooks that run when a gradient is complete, and do not keep alive the object that they call."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 def when_gradient_arrives(parameter: nn.Parameter, method: Callable[[Any], None]) -> None:
     """Call a bound method with the parameter each time its gradient is complete, as long as its object lives.
 
-    The object knows its parameters. If their hooks knew it too, the collector could not free either of them: the hooks
-    of a parameter are beyond its sight, and a model would stay in memory after its trainer is gone.
+    The object refers to its parameters. If their hooks referred to the object, the garbage collector, which does not
+    see a parameter's hooks, could free neither, and a model would stay in memory after its trainer is gone.
     """
     reference = weakref.WeakMethod(method)
 

@@ -9,8 +9,8 @@ blocks of which it holds rows, and neither device, threads, fused layout nor the
     norms                     1; 0 where 1 is added to them
     biases                    0
 
-Of a model of transformers, every matrix has std `init_std` (its initializer_range); vectors and other small tensors
-have the values that the model's own code gives them, where it is not random.
+In a model of transformers, every matrix has std `init_std` (its initializer_range); vectors and other small tensors
+keep the values that the model's own code gives them, where these are not random.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def initial_std(arch: Architecture, name: str) -> float | None:
 
 
 def init_weights(model: Parameters, seed: int) -> None:
-    """Fill every parameter of a `Decoder` that has its memory already; of a DTensor, the shard that this rank holds."""
+    """Fill every parameter of a `Decoder` whose memory is allocated; of a DTensor, this rank's shard."""
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
         for _ in pool.map(lambda block: block.fill(seed), _blocks(model.arch, model)):
             pass
@@ -69,18 +69,18 @@ def draw_block(seed: int, name: str, shape: tuple[int, ...], block: int, std: fl
 
 
 def block_rows(shape: tuple[int, ...]) -> int:
-    """Rows of a block: 256 of a matrix; of experts, as many as have about 256 rows together, at least one."""
+    """Rows per block: 256 of a matrix; as many experts as have about 256 rows together, but at least one."""
     return BLOCK_ROWS if len(shape) < 3 else max(1, BLOCK_ROWS // shape[1])
 
 
 class _HeldBlock(NamedTuple):
-    """A block of which this rank holds rows (or, where ranks share columns, parts of rows), and where these go."""
+    """A block of which this rank holds rows (or parts of rows, if ranks share columns), and where these go."""
 
     name: str
     shape: tuple[int, ...]
     block: int
     std: float
-    held: tuple[slice, ...]  # what is held of the block
+    held: tuple[slice, ...]  # the part of the block that is held
     target: Tensor  # this rank's shard of the parameter
     places: Tensor  # the rows of `target` that are filled
 
@@ -90,7 +90,7 @@ class _HeldBlock(NamedTuple):
 
 
 def _blocks(arch: Architecture, model: Parameters) -> Iterator[_HeldBlock]:
-    """The blocks that this rank draws; parameters that start as a constant are filled on the way."""
+    """Yield the blocks that this rank draws; fill parameters that start as a constant along the way."""
     shapes = logical_shapes(arch)
     constants: Mapping[str, Tensor] = getattr(model, "constants", {})  # of a model of transformers
     for whole_name, parameter in model.named_parameters():

@@ -4,8 +4,8 @@
                         \\-> rotary key (t, rope_dim), shared by the heads
     x -- wq --> of each head: query (nope_dim + rope_dim)       or x -- wq_a, q_norm --> (t, q_rank) -- wq_b --> ...
 
-Tensor-parallel ranks hold whole heads of `wq` or `wq_b`, and of `wkv_b`. What comes before is narrow: each rank
-computes it for its own rows, and the latent vectors are gathered in place of x.
+Tensor-parallel ranks hold whole heads of `wq` or `wq_b`, and of `wkv_b`. The products before them are narrow: each rank
+computes them for its own rows, and ranks all-gather the latent vectors instead of x.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What keeps numbers within bounds: norms of the residual stream, of what blocks add to it, of queries and keys; caps.
+"""Norms of the residual stream, of what blocks add to it, and of queries and keys; soft caps.
 
     rms            x / sqrt(mean(x^2) + eps) * weight
     rms_plus_one   ... * (1 + weight), in float32 at least
@@ -43,7 +43,7 @@ def norm(x: Tensor, weights: NormWeights | None, spec: NormSpec) -> Tensor:
     weight, bias = weights
     if spec.kind == "rms":
         return rms_norm(x, weight, spec.eps)
-    wide = torch.promote_types(x.dtype, torch.float32)  # 1 + weight has 8 bits in bfloat16
+    wide = torch.promote_types(x.dtype, torch.float32)  # in bfloat16, 1 + weight would have only 8 bits
     if spec.kind == "rms_plus_one":
         return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + weight.to(wide), spec.eps).to(x.dtype)
     return F.layer_norm(x, (x.shape[-1],), weight.to(x.dtype), None if bias is None else bias.to(x.dtype), spec.eps)
@@ -56,8 +56,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def heads_norm(x: Tensor, weight: Tensor, spec: NormSpec, mean: Callable[[Tensor], Tensor]) -> Tensor:
     """The norm of queries or keys (B, S, KV, group, D).
 
-    The weight has D numbers, or D for each of these heads, in their order. `mean` is the mean over the ranks that share
-    the heads of numbers that each has computed of its own.
+    The weight has D numbers, or D for each of these heads, in their order. `mean` averages numbers over the ranks that
+    share the heads; each rank has computed them from its own heads.
     """
     if spec.over == "head":
         return norm(x, NormWeights(weight), spec)
@@ -100,7 +100,7 @@ def stream_norm(arch: Architecture) -> Norm:
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """The capped x, computed in float32 at least; x itself where there is no cap."""
+    """Cap x, in float32 at least; return x itself where there is no cap."""
     if cap is None:
         return x
     return (torch.tanh(x.to(torch.promote_types(x.dtype, torch.float32)) / cap) * cap).to(x.dtype)

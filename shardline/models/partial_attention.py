@@ -6,10 +6,10 @@
     dq, dk, dv = part_backward(g, q, k, v, out, lse, ...)    with the merged `out` and `lse`; gradients of parts add up
 
 Queries are (B, H, Q, D), keys and values (B, KV, K, D), lse (B, H, Q); values may be narrower than D. With a `cap`,
-scores are capped (norms.py), which the definition alone computes. A row that sees
-no key of a part has lse -inf and output 0 there. attention.py calls the same kernels for whole sequences. Their ops are
-private to PyTorch and used in this file alone. On a GPU each kernel is compared with the definition before its first
-use; where it is missing or wrong, the next one is used.
+scores are capped (norms.py), which only the reference kernel (`math`) can do. A row that sees no key of a part has lse
+-inf and output 0 there. attention.py calls the same kernels for whole sequences. Their ops are private to PyTorch and
+used in this file alone. On a GPU each kernel is compared with the reference before its first use; if it is missing or
+wrong, the next one is used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shardline.models.norms import cap_slope, capped
 
 HALF = (torch.bfloat16, torch.float16)
 CUDNN_TILE = 128  # tokens; the backward of a tile that is not full may read uninitialised memory and give NaN
-MOST_SCORES = 2**26  # numbers that the definition keeps at a time
-CLOSE = 3e-2  # relative distance to the definition that is allowed to a kernel, which may compute in half precision
+MOST_SCORES = 2**26  # scores that the reference kernel keeps at a time
+CLOSE = 3e-2  # relative error that a kernel may have against the reference; it may compute in half precision
 Part = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 logger = logging.getLogger("shardline")
@@ -48,7 +48,7 @@ def part(
     out, lse = kernel_with(kernel or _kernel(q, k, v, allowed), cap).forward(q, k, v, causal, allowed)
     if allowed is None:
         return out, lse
-    blind = ~allowed.any(dim=-1)  # (B or 1, 1, Q); what kernels give such a row is undefined
+    blind = ~allowed.any(dim=-1)  # (B or 1, 1, Q); kernels return undefined values for such a row
     return out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, float("-inf"))
 
 
@@ -79,9 +79,9 @@ def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Part:
-    """Let one more key take part in the softmax, whose score is `sink` (H,) and whose value is 0.
+    """Add to the softmax one more key, whose score is `sink` (H,) and whose value is 0.
 
-    With the result, `part_backward` gives the gradients of q, k and v.
+    Given the result, `part_backward` returns the gradients of q, k and v.
     """
     sink = sink.to(lse.dtype)[:, None]
     return (out * torch.sigmoid(lse - sink).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sink)
@@ -94,7 +94,7 @@ def sink_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> T
     return -(weight * own).sum(dim=(0, 2)).to(sink.dtype)
 
 
-# The choice
+# Choice of the kernel
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> str:
@@ -140,7 +140,7 @@ def fastest_kernel(
 def _agrees(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool, v_dim: int | None = None
 ) -> bool:
-    """Whether a kernel gives what the definition gives, forward and backward; a failure is logged."""
+    """Whether a kernel agrees with the reference kernel, forward and backward; a failure is logged."""
     source = torch.Generator(device).manual_seed(0)
 
     def drawn(heads: int, tokens: int, width: int) -> Tensor:
@@ -158,7 +158,7 @@ def _agrees(
                     raise RuntimeError(f"its relative error is {worst:.1e}")
         return True
     except (RuntimeError, AttributeError, TypeError) as error:
-        logger.warning("attention: the %s kernel does not run here, the next one is used (%s)", name, error)
+        logger.warning("attention: the %s kernel cannot be used here, so the next one is (%s)", name, error)
         return False
 
 
@@ -265,7 +265,7 @@ def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: Tensor | None, cap: float | None = None) -> Part:
-    """The definition, a block of query rows at a time."""
+    """The reference: attention as defined, one block of query rows at a time."""
     k, v = for_every_head(q, k), for_every_head(q, v)
     outs, sums = [], []
     for rows in _row_blocks(q, k):
@@ -293,7 +293,7 @@ def _math_backward(
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows in _row_blocks(q, k):
         scores = capped(_scores(q, k, rows), cap)
-        slope = None if cap is None else cap_slope(scores, cap)  # before the mask, which is no number
+        slope = None if cap is None else cap_slope(scores, cap)  # before the mask sets scores to -inf
         weights = (_masked(scores, rows, causal, allowed) - _finite(lse[:, :, rows])[..., None]).exp_()
         gradient = g[:, :, rows].to(wide)
         dv += weights.transpose(-2, -1) @ gradient
@@ -313,7 +313,7 @@ def _scores(q: Tensor, k: Tensor, rows: slice) -> Tensor:
 
 
 def _masked(scores: Tensor, rows: slice, causal: bool, allowed: Tensor | None) -> Tensor:
-    """-inf in place of the scores of some query rows that these do not see."""
+    """Set the scores of these query rows to -inf in place for keys that a row does not see."""
     if causal:
         seen = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] >= torch.arange(
             scores.shape[-1], device=scores.device
@@ -332,18 +332,18 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def as_wide_as(q: Tensor, v: Tensor) -> Tensor:
-    """Values with zeros behind them up to the width of q."""
+    """Pad values with zeros to the width of q."""
     return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
 
 
 def for_every_head(q: Tensor, k: Tensor) -> Tensor:
-    """Keys or values repeated for each query head, from (B, KV, K, D) to (B, H, K, D)."""
+    """Repeat keys or values for each query head, from (B, KV, K, D) to (B, H, K, D)."""
     group = q.shape[1] // k.shape[1]
     return k if group == 1 else k.repeat_interleave(group, dim=1)
 
 
 def _of_groups(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient of keys or values that were repeated for each query head."""
+    """Sum the gradient of repeated keys or values over the query heads of each KV head."""
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(dim=2)
 
 
@@ -353,14 +353,14 @@ class Kernel(NamedTuple):
 
 
 def kernel_with(name: str, cap: float | None) -> Kernel:
-    """The kernel of a name; with a cap the definition, which alone can have one."""
+    """The kernel called `name`; with a cap, the reference kernel, the only one that supports caps."""
     if cap is None:
         return KERNELS[name]
     return Kernel(functools.partial(_math, cap=cap), functools.partial(_math_backward, cap=cap))
 
 
 def _of_one_width(kernel: Kernel) -> Kernel:
-    """A kernel whose values must be as wide as keys, made to take narrower ones."""
+    """Wrap a kernel that needs values as wide as keys, so that it takes narrower ones."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> Part:
         out, lse = kernel.forward(q, k, as_wide_as(q, v), *mask)

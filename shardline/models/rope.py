@@ -15,8 +15,8 @@ from shardline.config.architecture import Architecture, RopeScaling
 def inverse_frequencies(arch: Architecture, length: int | None = None) -> tuple[Tensor, float]:
     """Frequencies (D/2,) in float32 on the CPU, and the factor by which cosines and sines are multiplied.
 
-    `length` is that of the whole sequence, on which dynamic and longrope scaling depend; None: not beyond the original
-    one. The default device is ignored: a model built under `torch.device("meta")` still needs real numbers here.
+    `length` is that of the whole sequence, on which dynamic and longrope scaling depend; None means within the original
+    length. The default device is ignored: a model built under `torch.device("meta")` still needs real numbers here.
     """
     plain = _powers(arch).reciprocal()
     scaling = arch.rope_scaling
@@ -30,7 +30,7 @@ def inverse_frequencies(arch: Architecture, length: int | None = None) -> tuple[
 def rope_tables(arch: Architecture, positions: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., S, D/2) in float32 of `positions` (..., S) in sequences of `length` tokens.
 
-    Where the length is not given and matters, it is that up to the last position.
+    Where the length matters and is None, sequences end at the last position.
     """
     if length is None and arch.rope_scaling is not None and arch.rope_scaling.type in _BY_LENGTH:
         length = int(positions.max()) + 1
@@ -55,7 +55,7 @@ def rope_changes(arch: Architecture, before: int, after: int) -> bool:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
-    """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end; narrower ones turn its beginning only.
+    """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end; narrower ones turn its first part only.
 
     Dimension i pairs with i + D/2 (`halves`), or 2i with 2i + 1 (`neighbors`). Computed in float32 whatever the type of
     x: compiled, the cast costs nothing, and large positions stay exact.
@@ -73,7 +73,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor
 
 
 class _Rotated(torch.autograd.Function):
-    """The rotation of halves on a CPU, written where it belongs instead of into tensors that are put together later."""
+    """The rotation of halves on a CPU, written straight into the result instead of into parts to concatenate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sense: int) -> Tensor:
 
 
 def softmax_factor(arch: Architecture) -> float:
-    """What the softmax's scale is multiplied by: with latent attention, yarn's scale of all dimensions, squared.
+    """The factor of the softmax's scale: with latent attention, the square of yarn's scale of all dimensions.
 
-    The families without latent attention have no such factor, whatever their config says.
+    Families without latent attention have no such factor, whatever their config says.
     """
     scaling = arch.rope_scaling
     if arch.latent is None or scaling is None or not scaling.mscale_all_dim:
@@ -116,7 +116,7 @@ def _linear(arch: Architecture, scaling: RopeScaling, plain: Tensor) -> tuple[Te
 
 
 def _llama3(arch: Architecture, scaling: RopeScaling, plain: Tensor) -> tuple[Tensor, float]:
-    """Long waves are stretched by `factor`, short ones kept, those between are blended."""
+    """Long wavelengths are stretched by `factor`, short ones are kept, those between are blended."""
     original = scaling.original_max_position_embeddings or arch.max_seq_len
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / plain
@@ -161,7 +161,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _dynamic(arch: Architecture, scaling: RopeScaling, length: int) -> tuple[Tensor, float]:
-    """Beyond the longest sequence the base grows with the length."""
+    """Beyond `max_seq_len` the base grows with the length."""
     stretch = scaling.factor * max(length, arch.max_seq_len) / arch.max_seq_len - (scaling.factor - 1)
     return _powers(arch, arch.rope_theta * stretch ** (arch.rope_dim / (arch.rope_dim - 2))).reciprocal(), 1.0
 
@@ -189,7 +189,7 @@ _SCALINGS: dict[str, Callable[[Architecture, RopeScaling, Tensor], tuple[Tensor,
 
 
 def query_factors(arch: Architecture, positions: Tensor) -> Tensor | None:
-    """What layers without rotary positions multiply queries at `positions` (..., S) by: float32 (..., S), or None."""
+    """Factors (float32, (..., S), or None) of queries at `positions` (..., S) in layers without rotary positions."""
     if not arch.query_scale or arch.rope_layers is None:
         return None
     steps = torch.floor((positions.float() + 1) / arch.query_scale_step)

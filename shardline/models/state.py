@@ -1,4 +1,4 @@
-"""The model's state under its logical names: what checkpoints and Hugging Face files see."""
+"""The model's state under its logical names, which checkpoints and Hugging Face files use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SomeParameters:
 
     def __init__(self, model: Decoder, wanted: Callable[[str], bool]) -> None:
         self.arch, self.model, self.wanted = model.arch, model, wanted
-        self.constants = getattr(model, "constants", {})  # of a model of transformers: what its own code makes
+        self.constants = getattr(model, "constants", {})  # initial values from the code of a transformers model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, one) for name, one in self.model.named_parameters() if self.wanted(name))
@@ -57,7 +57,7 @@ def load_logical_state(model: Parameters, tensors: Mapping[str, Tensor], strict:
 
 
 def check_names(arch: Architecture, present: Set[str]) -> None:
-    """Refuse names that are not those of the whole model, even where this rank holds a part of it."""
+    """Refuse names other than those of the whole model, even where this rank holds a part of it."""
     check_shapes(logical_shapes(arch), present)
 
 
@@ -69,7 +69,7 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], present: Set[str]) -> 
 
 
 def misfits(missing: Sequence[str], unexpected: Sequence[str], most: int) -> str:
-    """`missing: a, b; unexpected: c`, at most so many names of each."""
+    """`missing: a, b; unexpected: c`, with at most `most` names of each."""
     kinds = {"missing": missing, "unexpected": unexpected}
     return "; ".join(f"{word}: {listed(names, most)}" for word, names in kinds.items() if names)
 

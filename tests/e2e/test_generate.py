@@ -173,7 +173,7 @@ def test_damaged_weights_are_an_error(
     assert call("generate", folder, "--prompt", "x", *words) == 2
     said = capsys.readouterr()
     assert said.out == "x\n"
-    assert "error: the model gives logits that are not finite: its weights are damaged" in said.err
+    assert "error: the model's logits are not finite: its weights are damaged" in said.err
 
 
 def test_folders_and_devices_that_are_not_there(

@@ -330,7 +330,7 @@ def test_the_folder_of_another_model_is_named_as_such(model: list[str], expected
     first, second = capsys.readouterr().err.splitlines()
     assert first == second
     assert expected.format(**places) in first
-    assert "take the folder's own model with model.name = 'auto'" in first
+    assert "use the folder's own model with model.name = 'auto'" in first
 
 
 def test_what_is_there_stays_unless_overwrite_is_given(make: Maker, tmp_path: Path, capsys: Any) -> None:

@@ -1,19 +1,19 @@
-"""Products with a frozen weight and trained matrices of low rank beside it (LoRA, DoRA).
+"""Products with a frozen weight and low-rank matrices that are trained beside it (LoRA, DoRA).
 
     y = x W^T + scale (x A^T) B^T        W (N, K) frozen, A (r, K) and B (N, r) trained
 
-A fused weight has the matrices of each projection in it. All A that read x stand below each other, so that x is read
-once; the rows of B have the order of the fused weight and are zero where they do not read a projection's columns:
+A fused weight has matrices for each of its projections. All A that read x are stacked, so that x is read once. The rows
+of B are in the order of the fused weight, with zeros in the columns of the other projections:
 
     wqkv, rows by KV head   | q q k v | q q k v |      A = | Aq |    B = | Bq  0  0 |  rows of q, of the first KV head
                                                            | Ak |        |  0 Bk  0 |         k
                                                            | Av |        |  0  0 Bv |         v ...
 
-The low-rank term is written first and the large product added to it: no further pass over y. Backward gives gradients
-of x, A and B; that of W does not exist. It keeps x, which the block keeps anyway, and x A^T, which is r / K of it.
+The low-rank term is written first and the large product is added to it, which saves a pass over y. Backward returns
+gradients of x, A and B, but none of W. It keeps x, which the block keeps anyway, and x A^T, which is r / K as large.
 
-On a CPU in float32, W + scale B A is made first where that takes less work than the low-rank term of all rows: one
-product in forward, and one for the gradient of x. Nothing but x is kept.
+On a CPU in float32, W + scale B A is computed first where that is less work than the low-rank term of all rows: one
+product in forward, and one for the gradient of x. Only x is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardline.models.products.swiglu import swiglu_gradient_op, swiglu_op
 
 
 class Projection(NamedTuple):
-    """One of the projections in a weight: its rows in a group of a fused one, and what B A counts."""
+    """One of the projections in a weight: its rows per group of a fused weight, and the scale of B A."""
 
     name: str
     rows: int
@@ -47,7 +47,7 @@ class LowRankSpec(NamedTuple):
 
 
 class LowRank(nn.Module):
-    """The trained matrices of one projection, uninitialised; of experts, with their number first.
+    """The trained matrices of one projection, uninitialised; those of experts have a leading expert dimension.
 
     a is (rank, columns), b (rows, rank), magnitude (rows,) with DoRA.
     """
@@ -62,7 +62,7 @@ class LowRank(nn.Module):
 
 
 class LowRankPart(NamedTuple):
-    """What this rank holds of a `LowRank`, as plain tensors."""
+    """This rank's shard of a `LowRank`, as plain tensors."""
 
     a: Tensor
     b: Tensor
@@ -71,9 +71,9 @@ class LowRankPart(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """A frozen weight, and what is trained beside it. It stands where a block's function takes a weight."""
+    """A frozen weight and what is trained beside it; a block's function takes it in place of a weight."""
 
-    stored: tuple[Tensor, ...]  # the weight, or what a quantised one consists of
+    stored: tuple[Tensor, ...]  # the weight, or the tensors of a quantised one
     kind: str  # of quantisation; "" for none
     parts: tuple[LowRankPart | None, ...]  # in the order of `runs`, None for projections without matrices
     runs: tuple[int, ...]
@@ -85,7 +85,7 @@ class Adapted(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight in the type that it is stored in, or that quantised ones stand for."""
+        """The frozen weight in its stored type, or dequantised."""
         return self.stored[0] if not self.kind else dequantize(self.stored, self.kind)
 
     @property
@@ -107,7 +107,7 @@ def adapt(
     spec: LowRankSpec,
     part: Callable[[Tensor], Tensor],
 ) -> Adapted:
-    """A weight with what is trained beside it; `part` gives what this rank holds of a parameter."""
+    """A weight with what is trained beside it; `part` returns this rank's shard of a parameter."""
     found: list[LowRankPart | None] = []
     for name, _, scale in spec.projections:
         if modules is None or name not in modules:
@@ -121,7 +121,7 @@ def adapt(
 
 
 def some_groups(w: Adapted, first: int, count: int) -> Adapted:
-    """The rows of `count` groups of a fused weight, from the first-th group on."""
+    """The rows of `count` groups of a fused weight, beginning with the group `first`."""
     group = sum(w.runs)
     stored = tuple(one[first * group : (first + count) * group] for one in w.stored)
     parts: list[LowRankPart | None] = []
@@ -160,7 +160,7 @@ def _block_rows(w: Adapted, present: list[LowRankPart]) -> Tensor:
 
 
 def dropped(x: Tensor, w: Adapted) -> Tensor | None:
-    """What A reads in place of x in training with dropout; None where it reads x."""
+    """The input of A in training with dropout; None where A reads x itself."""
     return F.dropout(x, w.dropout) if w.dropout and torch.is_grad_enabled() else None
 
 
@@ -186,7 +186,7 @@ def without_magnitude(x: Tensor, w: Adapted, bias: Tensor | None) -> Tensor:
 
 
 def add_low_rank(product: Tensor, x: Tensor, w: Adapted) -> Tensor:
-    """The product of x (t, K) with the frozen weight, which was computed elsewhere, plus the low-rank term."""
+    """Add the low-rank term to the product of x (t, K) with the frozen weight, which was computed elsewhere."""
     a, b = joined(w, x.dtype)
     if a is None or b is None:
         return product
@@ -199,9 +199,9 @@ def add_low_rank(product: Tensor, x: Tensor, w: Adapted) -> Tensor:
 
 
 def squared_norms(w: Adapted) -> Tensor:
-    """(N,) float32: of each row of W + scale B A, over the columns that this rank holds; it has no gradient.
+    """The squared norm (N,), float32, of each row of W + scale B A over this rank's columns; without a gradient.
 
-    |W|^2 + 2 <W, BA> + |BA|^2, where neither the sum nor B A is ever made.
+    |W|^2 + 2 <W, BA> + |BA|^2, where neither the sum nor B A is ever computed.
     """
     with torch.no_grad():
         weight = w.weight
@@ -214,7 +214,7 @@ def squared_norms(w: Adapted) -> Tensor:
 
 
 def factors(w: Adapted, squares: Tensor) -> Tensor:
-    """(N,) float32: the magnitude of each row over its norm; 1 for rows of projections without one."""
+    """The magnitude of each row over its norm, (N,) float32; 1 for rows of projections without a magnitude."""
     groups = w.shape[0] // sum(w.runs)
     blocks: list[Tensor] = []
     norms = squares.sqrt().unflatten(0, (groups, -1)).split(w.runs, dim=1)
@@ -230,7 +230,7 @@ def factors(w: Adapted, squares: Tensor) -> Tensor:
 
 
 def merges(x: Tensor, w: Adapted) -> bool:
-    """Whether W + scale B A (N, K) is made for a product with x (..., K): it has more rows than N K / (N + K)."""
+    """Whether to compute W + scale B A (N, K) for a product with x (..., K): if x has N K / (N + K) rows or more."""
     eager = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
     drops = w.dropout and torch.is_grad_enabled()
     if not eager or drops or all(part is None for part in w.parts):
@@ -248,13 +248,13 @@ def merged_weight(
 
 
 def low_rank_gradients(gradient: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of A and B, from that of the product (t, N) and x (t, K)."""
+    """The gradients of A and B, from the product's gradient (t, N) and x (t, K)."""
     of_low, low = multiply(gradient, b.t()), multiply(x, a)
     return multiply(of_low.t(), x.t()), multiply(low.t(), gradient.t()).t()
 
 
 class _Merged(torch.autograd.Function):
-    """The product with W + B A, which backward makes again."""
+    """The product with W + B A, which backward computes again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, kind: str, *stored: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x (t, columns) and of x A^T (t, R); each is empty where it is not needed.
 
-    Where A read something `apart` from x, the gradient of x is without that of x A^T.
+    If the input of A was `apart` from x (dropout), the gradient of x does not include that of x A^T.
     """
     of_x, of_low = gradient.new_empty(0), gradient.new_empty(0)
     if a is not None and b is not None:
@@ -390,7 +390,7 @@ _linear.register_autograd(_backward, setup_context=_keep)
 
 
 def adapted_down(product: Tensor, w: Adapted, bias: Tensor | None, block: int) -> Tensor:
-    """silu(gate) * up of a product (t, 2 F), times the adapted weight: `adapted_linear` of what backward makes again.
+    """silu(gate) * up of a product (t, 2 F), times the adapted weight; backward recomputes silu(gate) * up.
 
     Without dropout.
     """
@@ -405,7 +405,7 @@ def adapted_down(product: Tensor, w: Adapted, bias: Tensor | None, block: int) -
 
 
 class _AdaptedDown(torch.autograd.Function):
-    """SwiGLU's gradient gives its result once more, which A's gradient needs: it is not kept from forward."""
+    """SwiGLU's result, which A's gradient needs, is not kept from forward: its gradient kernel recomputes it."""
 
     @staticmethod
     def forward(
@@ -435,5 +435,5 @@ class _AdaptedDown(torch.autograd.Function):
 
 
 def initial_bound(columns: int) -> float:
-    """A begins uniform between -bound and bound, as `peft` draws it."""
+    """The bound of A's initial values, uniform between -bound and bound as in `peft`."""
     return 1 / math.sqrt(columns)

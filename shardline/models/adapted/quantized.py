@@ -1,12 +1,12 @@
-"""Frozen weights in 4 or 8 bits, and what they stand for.
+"""Frozen weights in 4 or 8 bits: quantisation and dequantisation.
 
-    nf4     the 16 values at which a normal distribution is cut into equal shares; each 64 numbers of a row share the
-            largest of them as a factor. With double quantisation the factors are 8 bits too: less their mean over the
-            weight, each 256 of them share the largest as a factor (in the order of the rows of the unfused weight)
+    nf4     16 values, which are quantiles of a normal distribution; every 64 numbers of a row share their largest
+            magnitude as a factor. With double quantisation the factors have 8 bits too: their mean over the weight is
+            subtracted, and every 256 share their largest magnitude as a scale (in the row order of the unfused weight)
     int8    whole numbers from -127 to 127; each row has a factor
 
-What is stored is rows by columns, like the weight: any cut of its rows, and of its columns between blocks, is a cut of
-what is stored. The numbers of nf4 are those of `bitsandbytes`, bit for bit.
+The stored tensors have rows and columns like the weight: any cut of its rows, and of its columns between blocks, cuts
+them in the same way. nf4 gives the same numbers as `bitsandbytes`, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 TINY = 1e-38
-OF_ROWS = ("offsets", "row_factors")  # what has one number for each row
+OF_ROWS = ("offsets", "row_factors")  # tensors with one number per row
 
 
 class QuantizedWeight(NamedTuple):
-    """What is stored of a weight (N, K). `scales` and `offsets` are of factors in 8 bits, None of whole ones."""
+    """The stored tensors of a weight (N, K). `scales` and `offsets` belong to 8-bit factors, else they are None."""
 
     codes: Tensor  # nf4: (N, K / 2) uint8, the earlier number in the upper half; int8: (N, K) int8
     factors: Tensor | None = None  # nf4: (N, K / 64) uint8 or float32
@@ -40,12 +40,12 @@ class QuantizedWeight(NamedTuple):
 
 
 def sharing(columns: int, ranks: int = 1) -> int:
-    """How many factors in a row have one scale, wherever rows begin and `ranks` cut the columns."""
+    """How many adjacent factors of a row always share a scale, wherever rows begin and `ranks` cut the columns."""
     return math.gcd(BLOCK_OF_FACTORS, columns // BLOCK // ranks)
 
 
 def _dynamic_values() -> tuple[float, ...]:
-    """256 numbers from -1 to 1 with seven orders of magnitude: more digits for the larger ones."""
+    """256 numbers from -1 to 1 over seven orders of magnitude, with more digits for the larger ones."""
     found = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
@@ -68,7 +68,7 @@ def dynamic_values(device: torch.device) -> Tensor:
 
 
 def _table(name: str, device: torch.device) -> Tensor:
-    """A table on a device, made once; a dry run's, which has no values, is not kept."""
+    """A table on a device, made once and kept, except in a dry run, where it has no values."""
     found = _kept.get((name, device))
     if found is None:
         found = torch.tensor(_TABLES[name], dtype=torch.float32, device=device)
@@ -78,9 +78,9 @@ def _table(name: str, device: torch.device) -> Tensor:
 
 
 def quantize(weight: Tensor, kind: str, shared: int | None) -> QuantizedWeight:
-    """A whole weight (N, K), in 4 or 8 bits.
+    """Quantise a whole weight (N, K) to 4 or 8 bits.
 
-    With double quantisation, `shared` factors of a row have one scale; None keeps factors whole.
+    With double quantisation, `shared` factors of a row have one scale; None keeps factors in float32.
     """
     wide = weight.float()
     if kind == "int8":
@@ -103,13 +103,13 @@ def quantize(weight: Tensor, kind: str, shared: int | None) -> QuantizedWeight:
 
 
 def _nearest(x: Tensor, values: Tensor) -> Tensor:
-    """The numbers of the nearest values, which are sorted."""
+    """The indices of the nearest values; `values` are sorted."""
     borders = (values[:-1] + values[1:]) / 2
     return torch.bucketize(x.clamp(-1, 1).contiguous(), borders).to(torch.uint8)
 
 
 def dequantize(stored: tuple[Tensor, ...], kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight (N, K) that some rows and columns of a `QuantizedWeight` stand for."""
+    """Dequantise some rows and columns of a `QuantizedWeight` to a weight (N, K)."""
     if kind == "int8":
         return (stored[0].float() * stored[1][:, None]).to(dtype)
     codes = stored[0]
@@ -123,7 +123,7 @@ def dequantize(stored: tuple[Tensor, ...], kind: str, dtype: torch.dtype = torch
 
 
 def whole_factors(stored: tuple[Tensor, ...]) -> Tensor:
-    """(N, K / 64) float32."""
+    """The factors (N, K / 64) in float32."""
     factors, *rest = stored
     if not rest:
         return factors

@@ -1,4 +1,4 @@
-"""The weight that NF4 stands for, on a GPU: one pass that reads half a byte and writes a number."""
+"""NF4 dequantised on a GPU, in one pass that reads half a byte and writes a number."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def dequantize_nf4(stored: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
             DOUBLE=bool(rest),
             HALF=BLOCK // 2,
             TILE=TILE,
-            enable_fp_fusion=False,  # the numbers of the CPU, bit for bit
+            enable_fp_fusion=False,  # the same numbers as on the CPU, bit for bit
         )
     return out

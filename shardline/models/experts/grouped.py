@@ -4,7 +4,7 @@
               x w[0]     x w[1]     x w[2]
 
 On a GPU in bfloat16 it is one kernel (`F.grouped_mm`); elsewhere a loop over the experts. An expert may have no rows.
-Weights are cast to the type of the rows inside, forward and backward: no narrow copy is kept in between.
+Forward and backward each cast weights to the type of the rows: no narrow copy is kept in between.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
         |      ... and back
         +- the k rows of each token, added up -> (t, dim)  (+ the shared expert, which every token uses)
 
-No token is dropped and none is padded. The weights multiply the middle, which is narrower than the output: the output
-of the experts is not kept for the backward pass. Sorting is a permutation, and so its gradient is the inverse one: no
-atomic additions, the same sum in every run.
+No token is dropped and none is padded. The weights multiply silu(gate) * up, which is narrower than the output, so the
+experts' output is not kept for the backward pass. Sorting is a permutation, and its gradient is the inverse one: no
+atomic additions, and the same sum in every run.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def as_it_is(x: Tensor) -> Tensor:
 class Travel(NamedTuple):
     """How rows reach experts on other ranks.
 
-    For each of `parts` of the tokens, `depart` sends them to the experts that they chose, out of a number of experts,
-    with their weights. `arrive` gives what has come for the experts here, `leave` sends their results back, and
-    `collect` adds up those of each token.
+    For each of `parts` of the tokens, `depart` sends them, with their weights, to the experts that they chose out of a
+    number of experts. `arrive` returns the rows received for the experts here, `leave` sends their results back, and
+    `collect` adds up the results of each token.
     """
 
     depart: Callable[[Tensor, Tensor, Tensor, int], Any]
@@ -71,7 +71,7 @@ class Travel(NamedTuple):
 
 
 class SharedExpert(NamedTuple):
-    """The expert that every token uses, in two halves: `begin` gives what `finish` takes."""
+    """The expert that every token uses, in two halves: `finish` takes what `begin` returns."""
 
     begin: Callable[[], Tensor]
     finish: Callable[[Tensor], Tensor]
@@ -80,7 +80,7 @@ class SharedExpert(NamedTuple):
 class ExpertExchange(NamedTuple):
     """How tokens reach the experts: expert parallelism puts its collectives here.
 
-    `gather` gives the tokens that this rank routes, `scatter` takes their results back to the residual stream. `travel`
+    `gather` returns the tokens that this rank routes, `scatter` returns their results to the residual stream. `travel`
     is None where every expert is on this rank. `add_up` sums over the ranks that route other tokens of the same
     sequences.
     """
@@ -94,7 +94,7 @@ class ExpertExchange(NamedTuple):
 
 
 class ExpertProducts(NamedTuple):
-    """The products of the experts: of their whole feed-forward part where it is two products with SwiGLU, and one."""
+    """The experts' operations: the whole feed-forward part where it is two products with SwiGLU, and one product."""
 
     feed_forward: Callable[..., Tensor] = expert_feed_forward
     linear: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
@@ -104,7 +104,7 @@ WIDE_PRODUCTS = ExpertProducts()
 
 
 class RouterRun(NamedTuple):
-    """What a run, not its model, says to the routers. The size of the global batch makes means of their losses."""
+    """Router settings of the run rather than the model. The global batch size turns their losses into means."""
 
     forced: bool = False  # every expert gets the same number of tokens
     sequences: int = 1  # of the global batch
@@ -129,9 +129,9 @@ def moe(
     shared: SharedExpert | None = None,
     products: ExpertProducts = WIDE_PRODUCTS,
 ) -> tuple[Tensor, Tensor]:
-    """The experts over x (t, dim), rows of a micro-batch of `shape` (B, S), and this rank's tally of it.
+    """Apply the experts to x (t, dim), rows of a micro-batch of `shape` (B, S); also return this rank's tally.
 
-    What the `shared` expert gives is added; it computes while rows travel.
+    The output of the `shared` expert is added; it computes while rows travel.
 
     The tally is float32: the number of tokens that chose each expert, then the losses of the router that are on.
     """
@@ -162,7 +162,7 @@ def _compute_here(
     share: float,
     products: ExpertProducts,
 ) -> Tensor:
-    """Every expert is on this rank: tokens are sorted, computed and added up."""
+    """Apply experts that are all on this rank: sort the tokens, compute, and add up the results."""
     order, inverse = sort_by_expert(routing.chosen)
     ends = routing.counts.cumsum(0).to(torch.int32)
     sorted_weights = Spread.apply(weights.reshape(-1, 1), order, inverse, 1)
@@ -184,10 +184,10 @@ def _compute_there(
     shared: SharedExpert | None,
     products: ExpertProducts,
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens, the experts they chose and their weights travel in parts.
+    """Apply experts of other ranks: tokens, the experts they chose and their weights travel in parts.
 
-    The shared expert computes meanwhile: its first half while tokens travel, its second while results do. In backward
-    it is the other way round.
+    Meanwhile the shared expert computes: its first half while tokens travel, its second half while results do. In
+    backward it is the other way round.
     """
     parts = zip(*(whole.chunk(travel.parts) for whole in tokens), strict=True)
     under_way = [travel.depart(x, chosen, weights, spec.n_experts) for x, chosen, weights in parts]
@@ -199,7 +199,7 @@ def _compute_there(
 
 
 def count_tokens(chosen: Tensor, n_experts: int) -> Tensor:
-    """(E,) int64: how many of the choices (t, k) are each expert's."""
+    """How many of the choices (t, k) fall on each expert: (E,) int64."""
     return (chosen.reshape(-1, 1) == torch.arange(n_experts, device=chosen.device)).sum(0)
 
 
@@ -224,7 +224,7 @@ def route(x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, forced: bool = Fa
 def router_losses(
     routing: Routing, spec: MixtureOfExperts, exchange: ExpertExchange, shape: tuple[int, int], run: RouterRun
 ) -> dict[str, Tensor]:
-    """This rank's part, in one micro-batch, of the router's losses that are on; none outside of training.
+    """This rank's part of the enabled router losses in one micro-batch; none outside training.
 
     They are means over the sequences and tokens of the global batch: the parts of all ranks and micro-batches add up.
     """
@@ -243,7 +243,7 @@ def _sequence_loss(
 ) -> Tensor:
     """The mean over sequences of E / (k S) x the sum over experts of (tokens that chose it) x (its mean score).
 
-    A token's scores are divided by their sum. It is 1 where all experts are used alike. The counts have no gradient,
+    A token's scores are divided by their sum. The loss is 1 where all experts are used equally. Counts have no gradient
     and the loss is linear in the scores: counts of whole sequences times this rank's scores give this rank's part.
     """
     scores = routing.scores / routing.scores.sum(-1, keepdim=True)
@@ -257,7 +257,7 @@ def _sequence_loss(
 
 
 def _best_groups(scores: Tensor, spec: MixtureOfExperts) -> Tensor:
-    """The scores with those of experts outside of the best groups at -inf."""
+    """Set the scores of experts outside the best groups to -inf."""
     if spec.n_groups == spec.top_groups:
         return scores
     groups = scores.unflatten(-1, (spec.n_groups, -1))  # (t, groups, experts of a group)
@@ -287,7 +287,7 @@ def experts(
     bias_share: float = 1.0,
     products: ExpertProducts = WIDE_PRODUCTS,
 ) -> Tensor:
-    """The experts of this rank over their rows, times the rows' weights."""
+    """Apply this rank's experts to their rows; the results are multiplied by the rows' weights."""
     rows, weights, ends = sent.rows, sent.weights[:, None], sent.ends
     if _is_plain(w, spec):
         return products.feed_forward(rows, None, weights, ends, w.w13, w.w2)
@@ -306,7 +306,7 @@ def experts(
 
 
 def _product(products: ExpertProducts, rows: Tensor, weight: Weight, ends: Tensor) -> Tensor:
-    """Rows times the matrices of their experts, (E, ..., in); of experts with LoRA, plus their low-rank term."""
+    """Rows times the matrices of their experts, (E, ..., in), plus the low-rank term of experts with LoRA."""
     if not isinstance(weight, Adapted):
         return products.linear(rows, weight.flatten(1, -2), ends)
     product = products.linear(rows, weight.weight.flatten(1, -2), ends)
@@ -325,7 +325,7 @@ def activated(gate: Tensor, up: Tensor, spec: MixtureOfExperts) -> Tensor:
 
 
 class _Carry(torch.autograd.Function):
-    """x itself, to whose gradient that of the losses (n,) is added: the loss of the run does not change."""
+    """x itself; backward also computes the gradients of the losses (n,), without adding them to the run's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, losses: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels over rows, of experts above all: every number is read once and written once, as fast as memory is."""
+"""Triton kernels over rows, mostly of experts: every number is read once and written once, at the speed of memory."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ BLOCK = 2048
 
 @triton.jit
 def add_up_kernel(rows, inverse, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """out[t] = sum of rows[inverse[t k + i]] over i < K, in float32, without places of -1; rows are `width` long."""
+    """out[t] = sum of rows[inverse[t k + i]] over i < K, in float32, skipping places of -1; rows are `width` long."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
@@ -47,9 +47,9 @@ def swiglu_gradient_kernel(
     gradient, product, weights, of_product, of_weights, out, width,
     RUN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `product` and of the weights from that of the result, and the result itself once more.
+    """The gradients of `product` and of the weights from that of the result, and the result itself recomputed.
 
-    With weights, one program has a whole row: the gradient of its weight is a sum over it.
+    With weights, one program handles a whole row, because the gradient of the row's weight is a sum over it.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

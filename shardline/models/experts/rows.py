@@ -1,7 +1,7 @@
 """Rows of experts: sorting tokens into rows, adding rows up, and the feed-forward part of all experts at once.
 
 `expert_feed_forward` keeps only its input and the first product for the backward pass. The sorted rows are copies of
-tokens that are kept anyway, and the middle is one cheap pass over the product: both are made again.
+tokens that are kept anyway, and silu(gate) * up is one cheap pass over the product: backward recomputes both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _spread.register_fake(lambda x, order, k: x.new_empty(order.shape[0], x.shape[1]
 
 @torch.library.custom_op("shardline::add_up", mutates_args=(), schema="(Tensor rows, Tensor inverse, int k) -> Tensor")
 def add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """(t k, dim) -> (t, dim): the sum of the k rows of each token; a place of -1 stands for a row that is not there."""
+    """(t k, dim) -> (t, dim): the sum of the k rows of each token; a place of -1 stands for an absent row."""
     if not rows.is_cuda:
         return F.pad(rows, (0, 0, 0, 1))[inverse].unflatten(0, (-1, k)).sum(1)
     from shardline.models.experts.row_kernels import BLOCK, add_up_kernel
@@ -131,7 +131,7 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, order, inverse, ctx.k, *rest = inputs
-    ctx.set_materialize_grads(False)  # the product, which is only kept, has none
+    ctx.set_materialize_grads(False)  # the second output is only kept: it has no gradient
     ctx.save_for_backward(x, order, inverse, *rest, output[1])
 
 
@@ -148,7 +148,7 @@ def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Any, ...]:
     *_, needs_w13, needs_w2 = ctx.needs_input_grad
     of_middle = row_gradient(gradient, w2, ends)
     of_product, of_weights, middle = swiglu_gradient_op(of_middle, product, weights, w2.shape[2])
-    of_rows = row_gradient(of_product, w13.flatten(1, 2), ends)  # before the others: it may have to travel
+    of_rows = row_gradient(of_product, w13.flatten(1, 2), ends)  # first, because it may have to be sent to other ranks
     d_w2 = gradient_of(w2, needs_w2, of_w2)
     d_w13 = gradient_of(w13, needs_w13, of_w13)
     of_x = of_rows if order is None else add_up(of_rows, inverse, ctx.k)

@@ -117,7 +117,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class _Experts(NamedTuple):
-    """The experts of a family: the key of config.json for a field of `MixtureOfExperts`, or what it always is.
+    """The experts of a family: for each field of `MixtureOfExperts` its key in config.json, or its fixed value.
 
     A field in neither has its default. Where a key has two names, the first one found is read and both are written.
     """
@@ -161,7 +161,7 @@ _EXPERTS = {
         {"normalize": True, "router_bias": True, "activation": "clamped"},
     ),
 }
-_BIASED = ("llama", "qwen3", "qwen3_moe", "llama4_text", "gpt_oss")  # `attention_bias` counts
+_BIASED = ("llama", "qwen3", "qwen3_moe", "llama4_text", "gpt_oss")  # read `attention_bias`
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -169,7 +169,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """The folder's config.json (or another of its JSON files) as a dict."""
     path = folder / name
     if not folder.exists():
-        raise ConfigError(f"there is no folder {folder}: give one that has {name}, or a name on the Hub (owner/name)")
+        raise ConfigError(f"there is no folder {folder}: set one that has {name}, or a name on the Hub (owner/name)")
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; a Hugging Face model folder has a {name}")
     try:
@@ -186,7 +186,7 @@ def architecture_from_hf(
 ) -> Architecture:
     """The architecture of a Hugging Face model folder, with some fields changed.
 
-    `implementation` is model.implementation: whether transformers computes families that are not built here, or all.
+    `implementation` is model.implementation: whether transformers computes families without a native model, or all.
     """
     config = read_config(folder)
     kind = config.get("model_type")
@@ -205,7 +205,7 @@ def architecture_from_hf(
             (foreign or implementation == "transformers") and str(error).startswith("model.overrides.")
         ):
             raise
-        other = "" if foreign else '; model.implementation = "transformers" leaves the model to other code'
+        other = "" if foreign else '; model.implementation = "transformers" has transformers compute the model'
         remedy = other if "is not supported" in str(error) or "are not supported" in str(error) else ""
         raise ConfigError(f"{folder / 'config.json'}: {in_their_names(str(error))}{remedy}") from None
     return found.with_overrides(overrides or {})
@@ -214,7 +214,7 @@ def architecture_from_hf(
 def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
     check_types(config)
     family = config.get("model_type")
-    if family in ("llama4", "gemma3"):  # text and images: the text model is read
+    if family in ("llama4", "gemma3"):  # text and images: only the text model is read
         return architecture_from_dict(
             {**(config.get("text_config") or {}), **_shared(config), "model_type": f"{family}_text"}
         )
@@ -263,7 +263,7 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-# Keys with a default by which null turns something off, or leaves it to other keys
+# Keys that may be null, which turns something off or leaves it to other keys
 _MAY_BE_NULL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "attention_chunk_size", "rope_theta", "rope_scaling"),
     *("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank", "initializer_range", "tie_word_embeddings"),
@@ -275,10 +275,10 @@ _MAY_BE_NULL = (
 def _dense_fields(
     family: str, config: Mapping[str, Any], window: int | None, layers: tuple[int, ...] | None
 ) -> dict[str, Any]:
-    """Fields of the families in `DENSE`, of which some depend on the layers with a window."""
+    """Fields of the families in `DENSE`, some of which depend on the layers with a window."""
     fields = dense_fields(family, config)
     if family == "cohere2":
-        fields["rope_layers"] = () if window is None else layers  # the others have no positions
+        fields["rope_layers"] = () if window is None else layers  # the other layers have no rotary positions
     if DENSE[family].rotates_in_part:
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         fields["rope_fraction"] = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -288,15 +288,15 @@ def _dense_fields(
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a model of text and images that hold for its text model too."""
+    """The keys of a model of text and images that apply to its text model too."""
     return {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if key in config}
 
 
 def _llama4_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions, chunks and the norm of queries and keys, which other families have otherwise."""
+    """Rotary positions, chunks and the norm of queries and keys, which differ from those of other families."""
     layers = range(config["num_hidden_layers"])
     interval = config["no_rope_layer_interval"]
-    rotates = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in layers]  # 1: with positions
+    rotates = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in layers]  # 1: rotary
     rope_layers = tuple(layer for layer in layers if rotates[layer])
     every = config["interleave_moe_layer_step"]
     held, expected = config.get("moe_layers"), [*range(every - 1, len(layers), every)]
@@ -336,7 +336,7 @@ def _refuse(family: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_activation(family: str, config: Mapping[str, Any]) -> None:
-    """Refuse another activation than the family's; Gemma's name for its own changed over time."""
+    """Refuse any activation but the family's own; the name of Gemma's changed over time."""
     row = DENSE.get(family)
     names = ACTIVATION_NAMES["silu" if row is None else row.fixed.get("activation", "silu")]
     key = "hidden_activation" if row is not None and "hidden_activation" in row.defaults else "hidden_act"
@@ -364,7 +364,7 @@ def _both(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _first_dense(without: list[int], every: int, layers: int) -> int:
-    """The number of dense layers at the beginning, where `mlp_only_layers` means just that."""
+    """The number of dense layers at the beginning; refuse `mlp_only_layers` that names any others."""
     held = [layer for layer in range(layers) if layer not in without and (layer + 1) % every == 0]
     for first in (len(without), min(held, default=layers)):
         if held == [layer for layer in range(first, layers) if (layer + 1) % every == 0]:
@@ -417,7 +417,7 @@ def _usual_windows(family: str, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def export_family(arch: Architecture) -> str:
-    """The first family, beginning with its own, whose Hugging Face model computes exactly this architecture."""
+    """The first family, starting with its own, whose Hugging Face model computes exactly this architecture."""
     for family in (arch.family, *(name for name in CLASSES if name != arch.family)):
         if not _obstacles(arch, family):
             return family
@@ -449,7 +449,7 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
         "qwen2": [
             (arch.qk_norm, "has no QK norm"),
             (arch.mlp_bias, "has no feed-forward bias"),
-            (not only_qkv, "has biases on query, key and value alone"),
+            (not only_qkv, "has biases on query, key and value only"),
         ],
         "qwen3": [
             (not arch.qk_norm, "always has QK norm"),
@@ -461,7 +461,7 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
             (arch.mlp_bias, "has no feed-forward bias"),
             (not (every_bias or no_bias), "has biases on all attention projections or on none"),
             (arch.rope_pairs != "neighbors", "rotates neighbors"),
-            (arch.sliding_window is not None and not chunked, "has chunks, no sliding window"),
+            (arch.sliding_window is not None and not chunked, "has chunked attention, not a sliding window"),
             (arch.moe is not None and arch.moe.shared_dim != arch.moe.expert_dim, "has one width for all experts"),
         ],
         "gpt_oss": [
@@ -510,7 +510,7 @@ def _dense_obstacles(arch: Architecture, family: str) -> list[str]:
 
 
 def _expert_obstacles(moe: MixtureOfExperts | None, family: str) -> list[str]:
-    """The fields of the experts that a family's model cannot have; those of training do not count."""
+    """The fields of the experts that a family's model cannot have; training fields do not count."""
     if moe is None or family not in _EXPERTS:
         return [] if (moe is None) == (family not in _EXPERTS) else [f"has {'no' if moe else 'always'} experts"]
     keys, fixed = _EXPERTS[family]
@@ -526,14 +526,14 @@ def hf_config(
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
 ) -> dict[str, Any]:
-    """The config.json with which transformers computes this architecture; reading it gives the same one."""
+    """The config.json with which transformers computes this architecture; reading it back gives the same one."""
     family = export_family(arch)
     special = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
     return {**_written(arch, family), **special, "use_cache": True, "dtype": dtype, "torch_dtype": dtype}
 
 
 def _written(arch: Architecture, family: str) -> dict[str, Any]:
-    """The keys of config.json that an architecture decides."""
+    """The keys of config.json that an architecture determines."""
     config: dict[str, Any] = {
         "architectures": [CLASSES[family]],
         "model_type": family,

@@ -1,7 +1,7 @@
-"""What config.json of DeepSeek-V2 and -V3 says besides what every family says, both ways. Torch-free.
+"""The keys of config.json that only DeepSeek-V2 and -V3 have, read and written. Torch-free.
 
-V2 chooses experts by softmax scores, V3 by sigmoid scores to which a balancing bias is added; a group of V2 counts as
-its best expert, one of V3 as its two best.
+V2 chooses experts by softmax scores, V3 by sigmoid scores to which a balancing bias is added. V2 scores a group of
+experts by its best one, V3 by its two best.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from shardline.config.architecture import Architecture, MixtureOfExperts
 from shardline.errors import ConfigError
 
-BALANCE_COEFF = 1e-3  # a setting of training, which config.json does not have: as V3 was trained
+BALANCE_COEFF = 1e-3  # as V3 was trained: config.json has no training settings
 GROUPED = "group_limited_greedy"
 
 # The values of keys that config.json leaves out
@@ -116,7 +116,7 @@ def _experts(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deepseek_obstacles(arch: Architecture, family: str) -> list[tuple[bool, str]]:
-    """(whether it is so, why the family's model cannot compute the architecture)."""
+    """(whether an obstacle exists, why the family's model then cannot compute the architecture)."""
     moe = arch.moe
     rules = [
         (arch.latent is None, "always has latent attention"),
@@ -132,12 +132,12 @@ def _expert_rules(moe: MixtureOfExperts, family: str) -> list[tuple[bool, str]]:
     grouped = moe.n_groups != moe.top_groups
     return [
         (moe.score != score, f"has {score} scores"),
-        (grouped and moe.group_score != group_score, f"has groups by {group_score}"),
+        (grouped and moe.group_score != group_score, f"scores groups by {group_score}"),
         (family == "deepseek_v2" and moe.normalize, "does not normalize scores"),
         (moe.every != 1, "has experts in every layer after the dense ones"),
         (moe.router_bias, "has no bias on the router's logits"),
         (moe.scale_input or moe.activation != "silu", "has plain experts"),
-        (moe.shared_dim == 0 or moe.shared_dim % moe.expert_dim != 0, "has whole shared experts"),
+        (moe.shared_dim == 0 or moe.shared_dim % moe.expert_dim != 0, "needs a whole number of shared experts"),
     ]
 
 

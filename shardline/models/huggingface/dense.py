@@ -1,7 +1,7 @@
-"""What config.json says in the dense families that are more than a Llama: a table, and a few functions of its rows.
+"""The config.json of dense families that differ from Llama: a table, and a few functions of its rows.
 
-A row says which fields of an `Architecture` the family always has, and which key of config.json gives which field. A
-family can hold an architecture if the config.json that is written for it reads back as the same one. Torch-free.
+A row says which fields of an `Architecture` the family fixes, and which key of config.json sets which field. A family
+can represent an architecture if the config.json written for it reads back as the same one. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class DenseFamily(NamedTuple):
 
     model: str  # class of transformers
     defaults: Fields  # keys that config.json may leave out
-    fixed: Fields  # fields that are always so
+    fixed: Fields  # fields with a fixed value
     keys: Mapping[str, str] = MappingProxyType({})  # field -> key
     read: Callable[[Mapping[str, Any]], Fields] = lambda config: {}  # fields that are computed from keys
-    write: Callable[[Architecture], Fields] = lambda arch: {}  # and the way back
+    write: Callable[[Architecture], Fields] = lambda arch: {}  # the inverse: keys that are computed from fields
     windows: str = ""  # "": none; every: each layer; pattern: all but each n-th layer, by default
     pattern: int = 0
     by_layer_type: bool = False  # layers with a window have rotary settings of their own
-    rotates_in_part: bool = False  # `partial_rotary_factor` counts
+    rotates_in_part: bool = False  # reads `partial_rotary_factor`
     scalings: tuple[str, ...] | None = None  # kinds of rope_scaling; None: all
-    trained_with_dropout: bool = False  # its published config.json names rates, which only training would use
+    trained_with_dropout: bool = False  # its published config.json names dropout rates
 
 
 _ALL_BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
@@ -79,7 +79,7 @@ _GEMMA2_DEFAULTS: Fields = {
 
 def _smollm_fields(config: Mapping[str, Any]) -> Fields:
     layers = range(config["num_hidden_layers"])
-    given = config.get("no_rope_layers")  # 1: with positions
+    given = config.get("no_rope_layers")  # 1: rotary
     rotates = given or [(layer + 1) % config["no_rope_layer_interval"] != 0 for layer in layers]
     return {"rope_layers": None if all(rotates) else tuple(layer for layer in layers if rotates[layer])}
 
@@ -296,7 +296,7 @@ _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout
 
 
 def dense_fields(family: str, config: Mapping[str, Any]) -> Fields:
-    """What config.json says beyond what all families have."""
+    """The fields from config.json beyond those that all families have."""
     row = DENSE[family]
     given = {**_NO_BIASES, **config}
     fields = {**row.fixed, **{field: given[key] for field, key in row.keys.items()}, **row.read(config)}
@@ -327,11 +327,11 @@ def usual_dense_windows(family: str, config: Mapping[str, Any]) -> tuple[int, ..
 
 
 def dropouts(config: Mapping[str, Any]) -> list[str]:
-    """The keys of rates of dropout that are not 0."""
+    """The keys of dropout rates that are not 0."""
     return [key for key in _DROPOUTS if config.get(key)]
 
 
-# Fields that say nothing where another one is unset
+# Fields that have no effect where another one is unset
 _IDLE = {
     "sliding_window_layers": "sliding_window",
     "window_kind": "sliding_window",
@@ -344,7 +344,7 @@ _FREE = ("family", "attn_mask_type", "attn_backend")
 
 
 def differences(arch: Architecture, again: Architecture) -> list[str]:
-    """Where a family's model would compute `again` in place of `arch`, a phrase each."""
+    """How `again`, which a family's model would compute, differs from `arch`: one phrase per field."""
     found = []
     for name in Architecture.model_fields:
         idle = name in _IDLE and not getattr(arch, _IDLE[name]) and not getattr(again, _IDLE[name])
@@ -355,7 +355,7 @@ def differences(arch: Architecture, again: Architecture) -> list[str]:
 
 
 def _meaning(arch: Architecture, name: str) -> Any:
-    """A field's value; None names all layers."""
+    """A field's value, with all layers in place of a None that means them."""
     value = getattr(arch, name)
     if name in ("sliding_window_layers", "rope_layers") and value is None:
         return tuple(range(arch.n_layers))

@@ -74,7 +74,7 @@ _ARITHMETIC = (
 class Located(NamedTuple):
     """Where files hold a logical tensor of this shape."""
 
-    how: Stored | None  # None: nowhere, it is zero
+    how: Stored | None  # None: not stored, it is zero
     shape: tuple[int, ...]
     rows: list[Row]  # one for each expert, or a single one
     first: int = 0  # row of a stored tensor that holds others before it
@@ -120,7 +120,7 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     if theirs.foreign is not None:
         if arch is not None:
             raise UserError(
-                f"{folder} holds a model of type {theirs.foreign.config['model_type']!r}: name another folder"
+                f"{folder} holds another model, of type {theirs.foreign.config['model_type']!r}: set another folder"
             )
         return _read_foreign(folder, theirs)
     arch = arch or theirs
@@ -150,12 +150,12 @@ def _read_foreign(folder: Path, arch: Architecture) -> HFTensors:
 
 
 def stored_shapes(arch: Architecture, family: str) -> dict[str, tuple[int, ...]]:
-    """The tensors of a folder, under the names of a family."""
+    """The names and shapes of the tensors in a folder of a family."""
     shapes, logical = {}, logical_shapes(arch)
     for name, shape in logical.items():
         if (how := stored_as(name, family)) is not None:
             shapes.update(dict.fromkeys(how.names(shape[0]), _stored_shape(arch, how, logical, shape)))
-        elif not keeps_type(name):  # the balancing bias is a setting of training, which a family may not have
+        elif not keeps_type(name):  # a family may lack the balancing bias, which belongs to training
             raise UserError(f"{CLASSES[family]} has no {name}")
     return shapes
 
@@ -170,7 +170,7 @@ def _stored_shape(
 
 
 def find_tensors(arch: Architecture, family: str, stored: Mapping[str, Row]) -> dict[str, Located]:
-    """Where each logical tensor lies among the stored ones."""
+    """Locate each logical tensor among the stored ones."""
     found, logical = {}, logical_shapes(arch)
     for name, shape in logical.items():
         how = stored_as(name, family)
@@ -181,7 +181,7 @@ def find_tensors(arch: Architecture, family: str, stored: Mapping[str, Row]) -> 
 
 
 def _beside(folder: Path) -> re.Pattern[str]:
-    """The names of stored tensors that are not the model's: rotary tables, and layers that predict further tokens."""
+    """A pattern of stored names that are not the model's: rotary tables, and layers of multi-token prediction."""
     config = read_config(folder) if (folder / "config.json").is_file() else {}
     layers, further = config.get("num_hidden_layers") or 0, config.get("num_nextn_predict_layers") or 0
     numbers = "".join(rf"|^model\.layers\.{layer}\." for layer in range(layers, layers + further))
@@ -203,8 +203,8 @@ def _compare(folder: Path, theirs: Architecture, ours: Architecture) -> None:
     has, needs = (0 if arch.moe is None else arch.moe.n_experts for arch in (theirs, ours))
     if has != needs:
         raise UserError(
-            f"{folder} has {has} experts in a layer, the model {needs}: name another folder,"
-            ' or set model.name = "auto", which follows that folder'
+            f"{folder} has {has} experts in a layer, but the model has {needs}: set another folder,"
+            ' or model.name = "auto", which uses the folder\'s model'
         )
     changes = [f"{name}: {one!r}, here {two!r}" for name, one, two in _arithmetic(theirs, ours) if one != two]
     if changes:
@@ -216,7 +216,7 @@ def _compare(folder: Path, theirs: Architecture, ours: Architecture) -> None:
 
 
 def _arithmetic(*archs: Architecture) -> list[tuple[str, Any, Any]]:
-    """The names and values of what two models compute with."""
+    """The fields that change the arithmetic, with their values in two models."""
     tables = [{name: getattr(arch, name) for name in _ARITHMETIC} for arch in archs]
     for table, arch in zip(tables, archs, strict=True):
         experts = {} if arch.moe is None else arch.moe.model_dump(exclude=set(TRAINING_FIELDS))
@@ -225,7 +225,7 @@ def _arithmetic(*archs: Architecture) -> list[tuple[str, Any, Any]]:
 
 
 class Packed(NamedTuple):
-    """Experts in MXFP4: two stored tensors that are read as the one that a folder without it would have."""
+    """Experts in MXFP4: two stored tensors, read as the single one that a folder without MXFP4 would have."""
 
     blocks: HeaderRow
     scales_path: Path
@@ -246,8 +246,8 @@ Row = tuple[Path, HeaderRow | Packed]
 
 
 def _readable(stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Row]:
-    """The tensors of the text model, with those of MXFP4 put together."""
-    for text, place in (("language_model.", ""), ("model.language_model.", "model.")):  # beside a model of images
+    """The tensors of the text model, with each pair of MXFP4 tensors as one."""
+    for text, place in (("language_model.", ""), ("model.language_model.", "model.")):  # beside an image model
         if any(name.startswith(text) for name in stored):
             kept = {place + name.removeprefix(text): row for name, row in stored.items() if name.startswith(text)}
             head = {name: row for name, row in stored.items() if name == OUTSIDE["output.weight"]}
@@ -264,7 +264,7 @@ def _readable(stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Row]:
 
 
 def stored_rows(folder: Path, readable: bool = True) -> dict[str, Row]:
-    """Every stored tensor's name, file and place in it; `readable` means as a family of ours reads them."""
+    """Every stored tensor's name, file and place in it; `readable` means as native families read them."""
     index, single = folder / INDEX, folder / "model.safetensors"
     found = None
     if index.is_file():
@@ -274,7 +274,7 @@ def stored_rows(folder: Path, readable: bool = True) -> dict[str, Row]:
     if found is not None:
         return _readable(found) if readable else {**found}
     if list(folder.glob("*.bin")):
-        raise UserError(f"{folder} holds pickled weights (*.bin); only safetensors are read: save it as safetensors")
+        raise UserError(f"{folder} holds pickled weights (*.bin); only safetensors are read: save them as safetensors")
     raise UserError(f"{folder}: there is no model.safetensors and no {INDEX}")
 
 
@@ -307,12 +307,12 @@ def _header(path: Path) -> dict[str, HeaderRow]:
 
 
 def map_file(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, over the file itself."""
+    """Every tensor of a safetensors file, memory-mapped."""
     return {name: map_tensor(path, row) for name, row in _header(path).items()}
 
 
 def map_tensor(path: Path, row: HeaderRow | Packed, first: slice = slice(None)) -> Tensor:
-    """A tensor, or some of its rows, over the file itself; writing to it changes a copy."""
+    """A tensor, or some of its rows, memory-mapped; writing to it changes a private copy."""
     if isinstance(row, Packed):
         return row.read(path, first)
     dtype = torch_type(row.dtype)
@@ -322,8 +322,8 @@ def map_tensor(path: Path, row: HeaderRow | Packed, first: slice = slice(None)) 
     try:
         raw = np.memmap(path, np.uint8, mode="c", offset=row.start, shape=(size,))
     except ValueError:
-        raise UserError(f"{path}: it ends within a tensor of {size} bytes at byte {row.start}") from None
-    # Headers are padded to 8 bytes by most writers; elements at other places are copied to where a CPU can load them.
+        raise UserError(f"{path}: the file ends within a tensor of {size} bytes at byte {row.start}") from None
+    # Most writers pad headers to 8 bytes; elements that are not aligned are copied to where a CPU can load them.
     aligned = raw if row.start % dtype.itemsize == 0 else np.array(raw)
     whole = torch.from_numpy(aligned).view(dtype).view(row.shape)
     return whole[first] if row.shape else whole
@@ -350,7 +350,7 @@ def write_hf(
     assets_from: Path | str | None = None,
     special_tokens: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write logical tensors as a folder that transformers opens, one at a time: none is held when the next is read.
+    """Write logical tensors as a folder that transformers opens, one at a time: each is freed before the next is read.
 
     `dtype` None keeps each tensor's own. Everything is written beside `out` and renamed at the end; `out` must be
     absent or empty. Tokenizer files come from `assets_from`, and so do the ids of special tokens where it has a
@@ -396,7 +396,7 @@ def write_hf(
 def stored_entries(
     entries: Sequence[Entry], arch: Architecture, family: str, dtype: torch.dtype | None = None
 ) -> list[Entry]:
-    """The model's tensors as a family stores them; the given ones must be all of the model's, each once."""
+    """The model's tensors as a family stores them; `entries` must hold every tensor of the model once."""
     wanted, given = logical_shapes(arch), dict[str, Entry]()
     for entry in entries:
         if entry.name == "output.weight" and arch.tie_word_embeddings:
@@ -412,7 +412,7 @@ def stored_entries(
 
 
 def _as_stored(arch: Architecture, given: Mapping[str, Entry], name: str, how: Stored | None) -> Iterator[Entry]:
-    """What is stored of a logical tensor; of several in one stored tensor, all with the first, nothing with others."""
+    """The stored tensors of a logical one. Where one stored tensor holds several, only the first of them yields it."""
     entry = given[name]
     if how is None or how.half == 1 or (how.joined and how.joined[0] != name):
         return
@@ -436,13 +436,13 @@ def _widest(parts: Sequence[Entry]) -> torch.dtype:
 
 
 def _in_turn(parts: Sequence[Entry]) -> Iterator[Tensor]:
-    """The rows of one tensor after those of another."""
+    """Yield the rows of each tensor in turn."""
     for part in parts:
         yield part.part(slice(None))
 
 
 def _joined(how: Stored, parts: Sequence[Entry]) -> Iterator[Tensor]:
-    """A stored tensor from its logical ones, an expert at a time."""
+    """Yield a stored tensor from its logical ones, one expert at a time."""
     for expert in range(parts[0].shape[0]):
         yield how.join([part.part(slice(expert, expert + 1)) for part in parts])
 
@@ -452,7 +452,7 @@ def _warn_of_balance(left_out: Sequence[Entry], family: str) -> None:
     moved = [entry.name for entry in left_out if entry.part(slice(None)).any()]
     if moved:
         logger.warning(
-            "%s has no balancing bias: %s is left out, so some tokens go to other experts there than here",
+            "%s has no balancing bias: %s is left out, so it sends some tokens to other experts than this model does",
             CLASSES[family],
             listed(moved, 1),
         )

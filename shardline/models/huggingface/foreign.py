@@ -1,12 +1,13 @@
-"""A model whose arithmetic is that of `transformers`, in the place of a `Decoder`.
+"""A model that the code of `transformers` computes, in place of a `Decoder`.
 
-    ForeignDecoder       owns the model's children: parameters have the names that their code and their files give them
+    ForeignDecoder       owns the model's children: parameters keep the names that they have in that code and in files
       transformer.h.0    a block; its `forward` is replaced by one that collects plain tensors and calls a function,
       ...                which compilation, activation checkpointing and offloading wrap as they wrap a native block's
-      lm_head            is left out while hidden states are computed, so that the loss can take it in chunks
+      lm_head            is skipped while hidden states are computed, so that the loss can apply it in chunks
 
-A block's function runs a second block without memory, into which `torch.func.functional_call` puts the weights: the
-first one carries the hooks of FSDP, and under DDP its parameters are DTensors, which their code does not know.
+A block's function runs a second copy of the block, without memory, into which `torch.func.functional_call` puts the
+weights: the first copy carries the hooks of FSDP, and under DDP its parameters are DTensors, which that code does not
+support.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ log = logging.getLogger("shardline")
 
 
 class Slot(NamedTuple):
-    """Where a module has a tensor: what is there changes when a model gets its memory, or FSDP gathers its weights."""
+    """A module's attribute that holds a tensor; the tensor changes when the model gets memory or FSDP all-gathers."""
 
     name: str
     owner: nn.Module
     attribute: str
-    is_weight: bool  # computed with in the type of the computation; tables keep theirs
+    is_weight: bool  # cast to the compute type; tables keep their own
 
     def tensor(self, dtype: torch.dtype | None) -> Tensor:
-        """What is there now, of this rank, as a plain tensor."""
+        """The current tensor, or this rank's shard of it, as a plain tensor."""
         own = narrowed(local(getattr(self.owner, self.attribute)))
         return own.to(dtype) if self.is_weight and dtype is not None else own
 
 
 class ForeignBlock:
-    """One decoder layer. `function(x, tensors, others, names)` is pure, as that of a native block is."""
+    """One decoder layer. `function(x, tensors, others, names)` is pure, like that of a native block."""
 
     moe = None
     rest = None
@@ -79,7 +80,7 @@ class ForeignBlock:
         return self.function(x, tensors, tuple(others), tuple(options))
 
     def compute(self, x: Any, tensors: tuple[Tensor, ...], others: tuple[Any, ...], names: tuple[str, ...]) -> Any:
-        """The block over x and `others`, of which the last ones have `names`."""
+        """Apply the block to x and `others`, the last of which are keyword arguments with these `names`."""
         values, named = (x, *others), {}
         first = len(values) - len(names)
         for slot, tensor in zip(self.slots, tensors, strict=True):
@@ -100,7 +101,7 @@ class ForeignDecoder(Decoder):
         self.adaptation: Any = None
         self.context: Any = None
         self.stages = (Stage(tuple(range(arch.n_layers)), True, True),)
-        self.foreign_model = (inner,)  # in a tuple: its children are registered here, under their own names
+        self.foreign_model = (inner,)  # in a tuple: only its children are registered here, under their names
         self.foreign_head = (inner.get_output_embeddings(),)
         self.gives_logits = not isinstance(self.foreign_head[0], nn.Linear) or self.foreign_head[0].bias is not None
         self._head_checked = self.gives_logits
@@ -109,7 +110,7 @@ class ForeignDecoder(Decoder):
         self.fixed = _parameters_of_tables(inner)
         self.tables = {name: table.clone() for name, table in inner.named_buffers()}
         if list(inner.parameters(recurse=False)) or any(hasattr(self, name) for name, _ in inner.named_children()):
-            raise UserError(f"{type(inner).__name__} has weights outside of its modules; such a model is not supported")
+            raise UserError(f"{type(inner).__name__} has weights outside its modules; such a model is not supported")
         for name, child in inner.named_children():
             self.add_module(name, child)
         inner.to(device="meta")
@@ -130,9 +131,9 @@ class ForeignDecoder(Decoder):
             self._head_checked = True
             self.gives_logits = out.shape != states.shape or not torch.equal(out.float(), states.float())
             if self.gives_logits:
-                log.info("logits are computed whole: the model changes them after its output layer")
+                log.info("logits are not computed in chunks: the model changes them after its output layer")
                 return self._run(tokens, documents)
-        return states.clone() if states._is_view() else states  # FSDP wants no view from a method of its root
+        return states.clone() if states._is_view() else states  # a method of FSDP's root must not return a view
 
     def forward(self, tokens: Tensor, **options: Any) -> Tensor:
         """Logits (B, S, V); `options` are those of `hidden`."""
@@ -157,7 +158,7 @@ class ForeignDecoder(Decoder):
         return head.whole() if isinstance(head, Linear) else local(head.weight)
 
     def make_adaptable(self) -> None:
-        """Put modules that can have matrices of low rank in the place of those whose arithmetic is known."""
+        """Replace the modules whose arithmetic is known by ones that can have low-rank matrices."""
         foreign, inner = self.arch.foreign, self.foreign_model[0]
         assert foreign is not None
         for name in foreign.adaptable:
@@ -178,12 +179,12 @@ class ForeignDecoder(Decoder):
         return itertools.chain(self.modules(), *(block.shadow.modules() for block in self._blocks))
 
     def whole_parameters(self) -> set[nn.Parameter]:
-        """Tables that files hold: they are neither trained nor cut."""
+        """Tables that are stored in files: they are neither trained nor sharded."""
         return {self.get_parameter(name) for name in self.fixed}
 
     @torch.no_grad()
     def check_masks(self, device: torch.device) -> None:
-        """Refuse a model whose tokens see later ones, or other documents although they are to be kept apart."""
+        """Refuse a model whose tokens see later ones, or see other documents that the config keeps apart."""
         half, name = min(8, self.arch.max_seq_len // 2), type(self.foreign_model[0]).__name__
         places = torch.arange(2 * half, device=device)
         tokens, documents = places.remainder(self.arch.vocab_size)[None], (places >= half).long()[None]
@@ -194,8 +195,8 @@ class ForeignDecoder(Decoder):
             change = (mixed - other).norm(dim=-1)[0]
             if change[:half].max() > 0.01 * change[half:].max():
                 raise UserError(
-                    f"{name} lets tokens see later ones, so that predicting the next one teaches nothing; a config.json"
-                    ' with "is_decoder": true is what makes some of these models causal'
+                    f"{name} lets tokens see later ones, so it learns nothing from predicting the next one; some of"
+                    ' these models become causal with "is_decoder": true in config.json'
                 )
             if self.arch.attn_mask_type == "block_causal":
                 alone = self.hidden(tokens[:, half:]).float()
@@ -208,7 +209,7 @@ class ForeignDecoder(Decoder):
 
     @contextlib.contextmanager
     def _probing(self) -> Iterator[None]:
-        """Without dropout, and without the wrappers of blocks: a compiler would remember the short sequences."""
+        """Turn off dropout, and the wrappers of blocks, since a compiler would specialise on the short sequences."""
         training, functions = self.training, [block.function for block in self._blocks]
         self.eval()
         for block in self._blocks:
@@ -222,7 +223,7 @@ class ForeignDecoder(Decoder):
 
     @contextlib.contextmanager
     def _checking_targets(self) -> Iterator[None]:
-        """Refuse targets that the model's code passes by: what is trained beside them would have no effect."""
+        """Refuse targets that the model's code never calls: what is trained beside them would have no effect."""
         assert self.arch.foreign is not None
         within, called, words = self.arch.foreign.blocks, set[str](), type(self.foreign_model[0]).__name__
         places = [(f"{within}.{number}.", block.shadow) for number, block in enumerate(self._blocks)]
@@ -232,7 +233,7 @@ class ForeignDecoder(Decoder):
             for name, module in place.named_modules()
             if isinstance(module, Adaptable) and module.lora is not None
         }
-        # An expert may get none of these few tokens: one of several in a layer is enough.
+        # An expert may get none of these few tokens, so it is enough that one expert of a layer is called.
         kinds = {name: re.sub(r"(?<=\.experts\.)\d+", "*", name) for name in targets}
         hooks = [
             module.register_forward_hook(lambda *_, kind=kinds[name]: called.add(kind))
@@ -244,15 +245,15 @@ class ForeignDecoder(Decoder):
             if not any(".stored." in name for name, _ in self.named_parameters()):
                 raise
             raise UserError(
-                f'lora.base_dtype: the code of {words} reads weights by itself, and not codes; set it to "same"'
+                f'lora.base_dtype: the code of {words} reads weights directly, not in quantised form; set it to "same"'
             ) from error
         finally:
             for hook in hooks:
                 hook.remove()
         if missed := [kind for kind in dict.fromkeys(kinds.values()) if kind not in called]:
             raise UserError(
-                f"lora.target_modules: {words} does not call {listed(missed, 4)}, so that nothing can be trained beside"
-                " it; name the others, or give an expression that leaves it out"
+                f"lora.target_modules: {words} does not call {listed(missed, 4)}, so nothing can be trained beside"
+                " it; list the other modules, or use an expression that leaves it out"
             )
 
     def _slots_outside(self) -> list[Slot]:
@@ -261,14 +262,14 @@ class ForeignDecoder(Decoder):
         return [slot for slot in _slots(self.foreign_model[0]) if not slot.name.startswith(within)]
 
     def retie(self) -> None:
-        """Make tied weights one parameter again, after something has put a new one in the place of each."""
+        """Make tied weights one parameter again after each was replaced by a new one."""
         assert self.arch.foreign is not None
         for other, name in self.arch.foreign.ties.items():
             path, _, last = other.rpartition(".")
             setattr(self.foreign_model[0].get_submodule(path), last, self.foreign_model[0].get_parameter(name))
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ForeignDecoder:
-        """Memory for the parameters; tables get the values that the model's own code gave them."""
+        """Allocate the parameters' memory; tables get the values that the model's own code gave them."""
         super().to_empty(device=device, recurse=recurse)
         for name, table in self.tables.items():
             path, _, last = name.rpartition(".")
@@ -277,11 +278,11 @@ class ForeignDecoder(Decoder):
         return self
 
     def _run(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        """What the model gives as logits."""
+        """The logits that the model returns."""
         inner, options = self.foreign_model[0], {"input_ids": tokens, "use_cache": False, "return_dict": True}
         if documents is not None:
             if "position_ids" not in self._accepted:
-                raise UserError(f"{type(inner).__name__} takes no positions: it cannot keep packed documents apart")
+                raise UserError(f"{type(inner).__name__} takes no positions, so it cannot keep packed documents apart")
             options["position_ids"] = positions_in(documents)
         if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._accepted.values()):
             options = {name: value for name, value in options.items() if name in self._accepted}
@@ -292,7 +293,7 @@ class ForeignDecoder(Decoder):
 
     @contextlib.contextmanager
     def _without_head(self) -> Iterator[list[Tensor]]:
-        """The output layer gives what it gets, which is put into the list."""
+        """Make the output layer return its input, and append that to the list."""
         seen: list[Tensor] = []
         head: Any = self.foreign_head[0]
 
@@ -308,9 +309,9 @@ class ForeignDecoder(Decoder):
 
 
 class ForeignLinear(Linear):
-    """A linear layer of transformers' code, beside whose weight matrices of low rank may be trained.
+    """A linear layer of transformers' code, beside whose weight low-rank matrices may be trained.
 
-    The weight is the layer's own and has its name; `transposed`, it is (columns, rows).
+    The weight is the layer's own, under its own name; with `transposed` it is (columns, rows).
     """
 
     def __init__(self, layer: Any, transposed: bool) -> None:
@@ -345,8 +346,8 @@ def positions_in(documents: Tensor) -> Tensor:
 def _slots(module: nn.Module) -> list[Slot]:
     """The parameters of a module, tied ones once.
 
-    What is not trained is a table, or frozen, and then in the type of the computation; matrices of low rank are cast
-    where they are used.
+    Only trained weights are cast here: the others are tables, or frozen and already in the compute type, and low-rank
+    matrices are cast where they are used.
     """
     found = []
     for name, parameter in module.named_parameters():
@@ -363,7 +364,7 @@ def _tables(module: nn.Module) -> list[Slot]:
 
 
 def _parameters_of_tables(model: nn.Module) -> list[str]:
-    """Turn the tables that files hold into parameters that are not trained; returns their names."""
+    """Turn the tables that are stored in files into parameters that are not trained; return their names."""
     kept, names = model.state_dict(keep_vars=True).keys(), []
     for name, table in list(model.named_buffers()):
         if name in kept:

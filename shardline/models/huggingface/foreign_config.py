@@ -1,8 +1,8 @@
-"""Models that `transformers` builds and this package does not: from config.json to an Architecture that says so.
+"""Models without a native implementation, which `transformers` builds: from config.json to an Architecture.
 
 A model is built once to learn its weights and its list of decoder layers. Matrices get no memory while it is built;
-vectors and tables do, so that tables (rotary frequencies, masks) and the initial values of norms are what the model's
-own code makes them.
+vectors and tables do, so that tables (rotary frequencies, masks) and the initial values of norms come from the model's
+own code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardline.models.huggingface.key_types import NAMES, check_sizes, check_tog
 
 OURS = ("attn_mask_type",)  # fields that no config.json has
 LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes whose arithmetic is x W^T + bias; Conv1D has W^T
-CHANGES_WEIGHTS = ("rwkv",)  # types whose code scales weights in place, and not what is trained beside them
+CHANGES_WEIGHTS = ("rwkv",)  # types whose code scales weights in place, but not what is trained beside them
 
 
 def foreign_architecture(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Architecture:
@@ -40,7 +40,7 @@ def foreign_architecture(config: Mapping[str, Any], overrides: Mapping[str, Any]
 
 
 def describe(model: nn.Module, content: Mapping[str, Any], fields: Mapping[str, Any]) -> Architecture:
-    """What the loop needs to know of a model that was built from `content`."""
+    """What training needs to know about a model that was built from `content`."""
     own: Any = model.config
     config = own.get_text_config()
     embedding = model.get_input_embeddings()  # type: ignore[operator]
@@ -48,7 +48,7 @@ def describe(model: nn.Module, content: Mapping[str, Any], fields: Mapping[str, 
     shapes = {name: tuple(value.shape) for name, value in held_tensors(model).items()}
     odd = [name for name, parameter in model.named_parameters() if not parameter.ndim or is_halved(name)]
     if odd:
-        raise ConfigError(f"{odd[0]} of {type(model).__name__} has no dimension to cut; such a model is not supported")
+        raise ConfigError(f"{odd[0]} of {type(model).__name__} has no dimension to shard; its model is not supported")
     dim, heads = _number(config, "hidden_size", embedding.weight.shape[1]), _number(config, "num_attention_heads", 1)
     width = _number(config, "head_dim", dim // heads)
     names = {module: name for name, module in model.named_modules()}
@@ -81,7 +81,7 @@ def describe(model: nn.Module, content: Mapping[str, Any], fields: Mapping[str, 
 
 
 def build_foreign(content: Mapping[str, Any]) -> nn.Module:
-    """The model that transformers builds from a config.json; what has two dimensions or more has no memory."""
+    """The model that transformers builds from a config.json; tensors of two or more dimensions get no memory."""
     kind = content.get("model_type")
     if find_spec("transformers") is None:
         raise ConfigError(
@@ -112,7 +112,7 @@ def build_foreign(content: Mapping[str, Any]) -> nn.Module:
 
 
 def _with_floats(value: Any) -> Any:
-    """JSON has no infinity: transformers writes a table with one word instead."""
+    """Convert infinities back to floats: JSON has none, so transformers writes a table {"__float__": ...} instead."""
     if isinstance(value, Mapping):
         return (
             float(value["__float__"])
@@ -123,13 +123,13 @@ def _with_floats(value: Any) -> Any:
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, tied ones once, and the tables that files hold too."""
+    """Parameters, tied ones once, and the tables that are stored in files too."""
     kept = model.state_dict(keep_vars=True).keys()
     return {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in kept}}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of parameters that have several, and their first ones."""
+    """The further names of each parameter that has several, mapped to its first name."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in named]
@@ -137,10 +137,10 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def adaptable_modules(model: nn.Module, ties: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Modules beside which matrices of low rank can be trained, and those of them that store columns before rows.
+    """Modules beside which low-rank matrices can be trained, and those of them that store columns before rows.
 
-    Their arithmetic must be known, so other derived classes are not among them; nor is a layer whose weight is another
-    one's, too, but for the embedding.
+    Their arithmetic must be known, so other derived classes are not among them. Nor is a layer whose weight is tied to
+    another one's, except the embedding.
     """
     own: Any = model.config
     if own.model_type in CHANGES_WEIGHTS:
@@ -196,13 +196,13 @@ def _number(config: Any, name: str, otherwise: int) -> int:
 
 
 def _deviation(config: Any) -> float:
-    """The standard deviation of initial weights, where the config has one that can be."""
+    """The standard deviation of initial weights: the config's if it is valid, or else 0.02."""
     value: Any = getattr(config, "initializer_range", None)
     return float(value) if type(value) in (int, float) and 0 < value <= 1000 else 0.02
 
 
 class _WithoutMatrices(TorchFunctionMode):
-    """`torch.empty` of two dimensions or more, with which modules make their matrices, gives no memory."""
+    """`torch.empty` of two or more dimensions, with which modules make their matrices, allocates no memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -215,7 +215,7 @@ class _WithoutMatrices(TorchFunctionMode):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the advice that transformers logs about a model that it builds for itself."""
+    """Silence the advice that transformers logs about a model that it builds."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -20,7 +20,7 @@ from shardline.storage.safetensors import torch_type
 from shardline.words import listed
 
 log = logging.getLogger("shardline")
-# Tables that older versions of transformers stored, and that a model makes by itself.
+# Tables that older versions of transformers stored, and that a model now computes itself.
 TABLES = re.compile(r"(rotary_emb\.inv_freq|attn\.bias|attention\.bias|masked_bias)$")
 
 
@@ -41,7 +41,7 @@ class ConvertedTensors(HFTensors):
 def read_foreign(folder: Path, arch: Architecture) -> HFTensors:
     """Open a folder whose tensors have the names of the model's parameters, or that transformers can convert to them.
 
-    A folder may lack the first part of the names, repeat tied weights, and hold tables that the model makes itself.
+    A folder may lack the first part of the names, repeat tied weights, and hold tables that the model computes itself.
     """
     assert arch.foreign is not None
     wanted, prefix = arch.foreign.shapes, arch.foreign.blocks.partition(".")[0] + "."
@@ -57,13 +57,13 @@ def read_foreign(folder: Path, arch: Architecture) -> HFTensors:
     problems = shape_problems({name: stored[name][1].shape for name in wanted}, wanted)
     for name, other in arch.foreign.ties.items():
         if name in stored and not torch.equal(map_tensor(*stored[name]), map_tensor(*stored[other])):
-            problems.append(f"{name} differs from {other}, and the model has one weight for both")
+            problems.append(f"{name} differs from {other}, but the model has one weight for both")
     _refuse(folder, problems)
     return HFTensors(arch, {name: Located(Stored(name), shape, [stored[name]]) for name, shape in wanted.items()})
 
 
 def _converted(folder: Path, arch: Architecture, stored: Mapping[str, Row]) -> HFTensors:
-    """The weights as transformers itself loads them: it knows other names for them, and experts that are apart."""
+    """Load the weights with transformers, which knows their other names, and experts stored one by one."""
     from transformers import AutoModelForCausalLM
 
     assert arch.foreign is not None
@@ -83,7 +83,7 @@ def _converted(folder: Path, arch: Architecture, stored: Mapping[str, Row]) -> H
     problems += [f"missing: {name}" for name in sorted(missing - arch.foreign.ties.keys())]
     problems += [f"unexpected: {name}" for name in sorted(report["unexpected_keys"])]
     _refuse(folder, problems)
-    log.info("%s: its tensors have other names than the model's; transformers converts them, in memory", folder)
+    log.info("%s: its tensors have other names than the model's; transformers converts them in memory", folder)
     return ConvertedTensors(arch, {name: found[name] for name in arch.foreign.shapes})
 
 

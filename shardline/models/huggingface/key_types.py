@@ -1,4 +1,4 @@
-"""The types and ranges of the keys of config.json that are read: a wrong one is refused by its name. Torch-free.
+"""The types and ranges of the keys of config.json that are read: a wrong value is refused by name. Torch-free.
 
 A key has the same type in every family. Null stands for a key that is left out.
 """
@@ -29,14 +29,14 @@ NAMES = {
 
 
 def in_their_names(text: str) -> str:
-    """An error about fields of an architecture, in the names that config.json has for them."""
+    """Rewrite an error about fields of an architecture with the names that config.json has for them."""
     for ours, theirs in NAMES.items():
         text = text.replace(f"model.overrides.{ours}:", f"{theirs}:")
     return text.replace("model.overrides.", "")
 
 
 class Kind(NamedTuple):
-    """What a value must be."""
+    """What a value must be, in words and as a test."""
 
     words: str
     test: Callable[[Any], bool]
@@ -109,7 +109,7 @@ _ROTARY = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attenti
 
 
 def check_types(config: Mapping[str, Any], inside: str = "") -> None:
-    """Refuse a value of another type, or one that no model has."""
+    """Refuse a value of the wrong type, or one that no model has."""
     for key, kind in KINDS.items():
         value = config.get(key)
         if value is None:
@@ -121,14 +121,14 @@ def check_types(config: Mapping[str, Any], inside: str = "") -> None:
 
 
 def check_per_layer(config: Mapping[str, Any], key: str) -> None:
-    """Refuse a list that has not one entry for each layer."""
+    """Refuse a list that does not have one entry per layer."""
     given, layers = config.get(key), config["num_hidden_layers"]
     if given and len(given) != layers:
         raise ConfigError(f"{key} has {len(given)} entries, but there are {layers} layers")
 
 
 def check_sizes(config: Mapping[str, Any], inside: str = "") -> None:
-    """Refuse numbers of layers, and whole numbers, with which building a model of any type would never end."""
+    """Refuse layer counts, and other whole numbers, so large that building the model would never end."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{inside}{key}.")
@@ -138,7 +138,7 @@ def check_sizes(config: Mapping[str, Any], inside: str = "") -> None:
 
 
 def check_together(config: Mapping[str, Any]) -> None:
-    """Refuse more layers of one width than fit into memory as vectors: a model of any type is built once to know it."""
+    """Refuse more layers of one width than fit into memory as vectors: every model is built once to inspect it."""
     numbers = {key: value for key, value in config.items() if type(value) is int}
     layers = {key: value for key, value in numbers.items() if _counts_layers(key)}
     widths = {key: value for key, value in numbers.items() if key in _WIDTHS}

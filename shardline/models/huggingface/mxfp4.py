@@ -16,7 +16,7 @@ _NUMBERS = (*_POSITIVE, *(-number for number in _POSITIVE))
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers (experts, rows, columns) in bfloat16, an expert at a time: the steps between take more memory."""
+    """Dequantise to (experts, rows, columns) in bfloat16, one expert at a time: the steps between need more memory."""
     pairs = torch.tensor([[_NUMBERS[byte % 16], _NUMBERS[byte // 16]] for byte in range(256)], dtype=torch.bfloat16)
     out = torch.empty(*blocks.shape[:2], 32 * blocks.shape[2], dtype=torch.bfloat16)
     for expert, (numbers, exponents) in enumerate(zip(blocks, scales, strict=True)):

@@ -1,6 +1,6 @@
 """The rotary settings of config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-Families whose layers with a window rotate differently have one table for each type of layer. Torch-free.
+Families whose layers with a window rotate differently have one table per type of layer. Torch-free.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rotary_fields(family: str, config: Mapping[str, Any]) -> tuple[float, RopeSc
 
 
 def _scaling(kind: Any, rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
-    """Keys that are left out have our defaults; llama3's are needed, as is `factor`, which yarn derives from null."""
+    """Missing keys have our defaults. llama3's are required, as is `factor`, which yarn derives if it is null."""
     needed = _NEEDED_SCALING.get(kind, ("factor",))
     values = {key: rope[key] for key in needed}
     values |= {key: rope[key] for key in SCALING_FIELDS[kind] if key in rope}
@@ -76,7 +76,7 @@ def window_theta(config: Mapping[str, Any]) -> float | None:
             return None
         theta, kind = given.get("rope_theta") or theta, given.get("rope_type", "default")
     if kind != "default":
-        raise ConfigError(f"rope_type {kind!r} of layers with a window is not supported (only that of the others is)")
+        raise ConfigError(f"rope_type {kind!r} of layers with a window is not supported (only that of other layers is)")
     scaled = (full or {}).get("rope_type", (full or {}).get("type", "default")) != "default"
     same = theta == ((full or {}).get("rope_theta") or config["rope_theta"])
     return None if same and not scaled else float(theta)
@@ -92,7 +92,7 @@ def _original(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
 
 
 def rotary_keys(arch: Architecture) -> dict[str, Any]:
-    """Both layouts: transformers 5 reads `rope_parameters`, older ones the other two."""
+    """Both layouts: transformers 5 reads `rope_parameters`, older versions read the other two keys."""
     scaling = None
     if (rope := arch.rope_scaling) is not None:
         values = {name: getattr(rope, name) for name in ("factor", *SCALING_FIELDS[rope.type])}
@@ -105,7 +105,7 @@ def rotary_keys(arch: Architecture) -> dict[str, Any]:
 
 
 def dense_rotary_keys(arch: Architecture, family: str) -> dict[str, Any]:
-    """What some families' rotary settings have besides."""
+    """The further rotary keys that some families have."""
     row, rope = DENSE[family], rotary_keys(arch)
     if row.rotates_in_part:
         for table in (rope["rope_parameters"], rope["rope_scaling"] or {}):

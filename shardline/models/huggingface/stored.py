@@ -32,11 +32,11 @@ class Stored(NamedTuple):
     """How a logical tensor lies in a folder."""
 
     name: str  # with `{}` for the number of the expert where each has a tensor of its own
-    half: int | None = None  # of a tensor that holds gate (0) and up (1)
+    half: int | None = None  # which half of a tensor that holds gate (0) and up (1)
     alternating: bool = False  # gate and up take turns; otherwise all of gate comes first
     transposed: bool = False  # the matrix of an expert has its columns first
     joined: tuple[str, ...] = ()  # logical tensors whose rows it holds, one after the other
-    by_head: bool = False  # a dimension for the heads, in place of one for all numbers
+    by_head: bool = False  # two dimensions, heads and head_dim, in place of one
 
     @property
     def each(self) -> bool:

@@ -1,7 +1,7 @@
-"""Float32 products on a CPU: oneDNN's where torch's own, which are MKL's, leave half of the CPU unused.
+"""Float32 products on a CPU, by oneDNN where torch's default, MKL, leaves half of the CPU unused.
 
-MKL has its best kernels for the CPUs of its maker. On an AMD EPYC with AVX-512 one core multiplies (2048, 128) with
-(128, 768) at 103 GFLOP/s by MKL and at 236 by oneDNN. The op is private to torch: without it, torch's own serves.
+MKL has its best kernels for Intel's CPUs. On an AMD EPYC with AVX-512, one core multiplies (2048, 128) by (128, 768) at
+103 GFLOP/s with MKL and at 236 with oneDNN. The op is private to torch; without it, torch's default is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 
 def served(x: Tensor) -> bool:
-    """Whether `multiply` by oneDNN is the faster one for x."""
+    """Whether oneDNN's product is the faster one for x."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and onednn() is not None
 
 
@@ -26,7 +26,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply_add(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    """`other` plus x (n, in) times weight (out, in), in one pass. Tensors without memory have torch's own op alone."""
+    """`other` plus x (n, in) times weight (out, in), in one pass. Tensors without memory need torch's own op."""
     if type(x) not in (Tensor, nn.Parameter) or not served(x):
         return torch.addmm(other, x, weight.t())
     out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, None, "add")

@@ -1,7 +1,7 @@
-"""Products with weights that are stored in another type than they compute in, and deferred weight gradients.
+"""Products with weights that are stored in another type than the compute type, and deferred weight gradients.
 
-The narrow copy of a weight is made where it is used, in forward and in backward, and not kept in between: at the end of
-forward, when memory is short, there would be a copy of every weight. (One GPU alone keeps copies: narrow.py.)
+A weight is cast where it is used, in forward and again in backward. Its narrow copy is not kept in between: at the end
+of forward, when memory is short, there would be a copy of every weight. (A run on one GPU keeps copies: narrow.py.)
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Waiting = tuple[list[GradientEdge | None], Callable[[], Sequence[Tensor]]]
 class WeightQueue:
     """Deferred weight gradients: a schedule runs backward for the inputs first and computes these later.
 
-    Inside `deferring()` the backward of a product gives only the input gradient and queues that of the weight.
+    Inside `deferring()` the backward of a product returns only the input gradient and queues that of the weight.
     """
 
     def __init__(self) -> None:
         self.active = False
-        self.offered = False  # the backward of products that run now may be deferred
+        self.offered = False  # whether products that run now may defer their weight gradients
         self._waiting: list[Waiting] = []
 
     @contextlib.contextmanager
@@ -59,7 +59,7 @@ class WeightQueue:
         return len(self._waiting)
 
     def take(self) -> list[Waiting]:
-        """Remove and return all that waits; `accumulate` computes it."""
+        """Remove and return all that are queued; `accumulate` computes them."""
         taken, self._waiting = self._waiting, []
         return taken
 
@@ -113,7 +113,7 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_gradient(x: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """(out, in): that of a product of x (..., in) whose result has this gradient (..., out)."""
+    """The weight's gradient (out, in) in a product with x (..., in) whose result has this gradient (..., out)."""
     return multiply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t()).to(dtype)
 
 
@@ -123,7 +123,7 @@ def weight_gradient(x: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (t, in) times weight (out, in), in float32 at least.
 
-    On a GPU the product of a bfloat16 x runs on the tensor cores, which add in float32, as a sum of bfloat16 products.
+    On a GPU the product of a bfloat16 x is a sum of bfloat16 products on the tensor cores, which add in float32.
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
         out: Tensor = _wide_linear(x, weight)
@@ -133,7 +133,7 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _in_parts(wide: Tensor) -> list[Tensor]:
-    """Two bfloat16 tensors whose sum is `wide` to 16 bits; one where it is bfloat16 itself."""
+    """Two bfloat16 tensors whose sum equals `wide` to 16 bits; one if `wide` is bfloat16 itself."""
     narrow = wide.to(torch.bfloat16)
     return [narrow] if wide.dtype == torch.bfloat16 else [narrow, (wide - narrow).to(torch.bfloat16)]
 

@@ -1,8 +1,8 @@
 """Narrow copies of weights, kept between steps: bfloat16 for the products, float32 for the optimizer.
 
-Without them a weight is cast wherever it is used, in forward and again in backward. A copy costs 2 bytes a parameter,
-which a gradient in bfloat16 gives back: it is the very type the product computes it in. The copy is made again when
-torch has changed the weight since (its version); the optimizer's kernel writes both and leaves the version alone.
+Without them a weight is cast wherever it is used, in forward and again in backward. A copy costs 2 bytes per parameter,
+which the gradient saves again: it stays in bfloat16, in which the product computes it. A copy is renewed when torch has
+changed the weight since (by its version); the optimizer's kernel writes both and leaves the version alone.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class _Copy:
 
 
 def keep_narrow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Keep a copy of the parameter in `dtype`, in which its gradients come, too."""
+    """Keep a copy of the parameter in `dtype`, which is also the type of its gradients."""
     setattr(parameter, _NAME, _Copy(parameter, dtype))
     parameter.grad_dtype = dtype
 
 
 def narrow_copy(parameter: Tensor) -> Tensor | None:
-    """The copy of a parameter, as it is; None where none is kept."""
+    """The copy of a parameter, without renewing it; None where none is kept."""
     copy: _Copy | None = getattr(parameter, _NAME, None)
     return None if copy is None else copy.tensor
 
 
 def narrowed(parameter: Tensor) -> Tensor:
-    """The parameter in its narrow type, with a gradient for the parameter; itself where no copy is kept."""
+    """The parameter's narrow copy, whose gradient goes to the parameter; itself where no copy is kept."""
     copy = _renewed(parameter)
     if copy is None:
         return parameter
@@ -44,7 +44,7 @@ def narrowed(parameter: Tensor) -> Tensor:
 
 
 def renew_copies(parameters: Iterable[Tensor]) -> None:
-    """Make the copies again whose parameters torch has changed since."""
+    """Renew the copies of parameters that torch has changed since."""
     for parameter in parameters:
         _renewed(parameter)
 

@@ -1,7 +1,7 @@
 """SwiGLU between two products, of dense feed-forward parts and of experts: silu(gate) * up.
 
-A row of the first product holds `run` numbers of gate, then `run` of up, and so on. The gradient's pass makes the
-result again on its way, so that backward needs the first product alone.
+A row of the first product holds `run` numbers of gate, then `run` of up, and so on. The gradient's pass recomputes the
+result along the way, so backward needs only the first product.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-BLOCK = 2048  # columns of one program where a row may be cut
+BLOCK = 2048  # columns per program where a row may be split
 
 
 @torch.library.custom_op(

@@ -234,7 +234,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: there is no such file"):
         architecture_from_hf(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"^there is no folder .*none: give one that has config\.json, or a name on the"
+        ConfigError, match=r"^there is no folder .*none: set one that has config\.json, or a name on the"
     ):
         architecture_from_hf(tmp_path / "none")
     for text in ("{", "[1]", "\xff"):

@@ -440,9 +440,9 @@ def test_one_expert_is_held_at_a_time(family: str, tmp_path: Path) -> None:
 
 def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
     folder = write(state(MOE), tmp_path / "model", MOE)
-    with pytest.raises(UserError, match="has 4 experts in a layer, the model 8"):
+    with pytest.raises(UserError, match="has 4 experts in a layer, but the model has 8"):
         read_hf(folder, MOE.with_overrides({"moe": {"n_experts": 8}}))
-    with pytest.raises(UserError, match="has 4 experts in a layer, the model 0"):
+    with pytest.raises(UserError, match="has 4 experts in a layer, but the model has 0"):
         read_hf(folder, ARCH)
     with pytest.raises(
         UserError, match=r"wrong shape: model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight is \[12, 16\]"

@@ -200,5 +200,5 @@ def test_a_folder_by_auto(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     arch = resolve(Section("auto", "", str(tmp_path), overrides={"n_layers": 2}))
     assert (arch.family, arch.n_layers, arch.qkv_bias) == ("qwen2", 2, True)
-    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere: give one that has config.json"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere: set one that has config.json"):
         resolve(Section("auto", "", str(tmp_path / "nowhere")))
