@@ -1124,7 +1124,7 @@ WRONG = {
     "lr_scheduler: warmup_stable_decay": ["needs lr_scheduler_kwargs: {num_decay_steps: ...}"],
     "lr_scheduler: cosine_warmup_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}": ["needs warmup_steps"],
     "neftune_noise_alpha: -5": ["neftune_noise_alpha: training.neftune_alpha: expected"],
-    "rl: dpo\nneftune_noise_alpha: 5": ["neftune_noise_alpha: training.neftune_alpha: the reference of a pair"],
+    "rl: dpo\nneftune_noise_alpha: 5": ["neftune_noise_alpha: training.neftune_alpha: the reference model"],
     "rl: kto\nkto_desirable_weight: 0.2": ["rl: 'kto' is not built"],
     "rl: grpo\ntrl: {num_generations: 4}": ["rl: 'grpo' is not built"],
     "relora_steps: 100": ["relora_steps: 100 is refused: adapters are not merged"],
