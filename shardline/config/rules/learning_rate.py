@@ -56,8 +56,8 @@ REFUSED: list[Rule] = [
     refuse(
         "lr_scheduler.decay_steps",
         lambda c: c.lr_scheduler.decay_steps is not None and c.lr_scheduler.decay_ratio is not None,
-        lambda c: f"given together with lr_scheduler.decay_ratio = {c.lr_scheduler.decay_ratio}",
-        remedy="give one of them",
+        lambda c: f"conflicts with lr_scheduler.decay_ratio = {c.lr_scheduler.decay_ratio}",
+        remedy="set only one of them",
     ),
     refuse(
         "lr_scheduler.momentum_range",

@@ -109,6 +109,6 @@ def instead(key: str, other: str) -> Rule:
     return refuse(
         key,
         lambda config: config.value(key) is not None and config.is_set(other),
-        lambda config: f"given together with {other} = {config.value(other)}",
-        remedy="give one of them",
+        lambda config: f"conflicts with {other} = {config.value(other)}",
+        remedy="set only one of them",
     )

@@ -100,7 +100,7 @@ def test_rules_name_real_keys():
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"training__epochs": 1.0, "training__steps": 5}, "training.epochs: given together with training.steps = 5"),
+        ({"training__epochs": 1.0, "training__steps": 5}, "training.epochs: conflicts with training.steps = 5"),
         ({"optimizer__name": "adamw"}, "did you mean 'AdamW'"),
         ({"model__converters": ["fp8"]}, "got 'fp8'"),
         ({"model__name": "flux", "model__flavor": "flux-de"}, "did you mean 'flux-dev'"),
@@ -131,7 +131,7 @@ def test_rules_name_real_keys():
         ),
         (
             {"lr_scheduler__decay_steps": 5, "lr_scheduler__decay_ratio": 0.5},
-            "lr_scheduler.decay_steps: given together with lr_scheduler.decay_ratio = 0.5",
+            "lr_scheduler.decay_steps: conflicts with lr_scheduler.decay_ratio = 0.5",
         ),
         (
             {"optimizer__name": "Adafactor", "lr_scheduler__momentum_range": [0.8, 0.9]},
