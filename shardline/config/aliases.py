@@ -13,7 +13,7 @@ CONVERTER_NAMES = {"float8": FLOAT8, "mx": "quantize.linear.mx"}
 
 @dataclass(frozen=True)
 class Alias:
-    """An older key. If it was a switch and the new key is none, `values` are those of the new key for on and off."""
+    """An older key. If it was a switch and the new key is not, `values` has the new key's values for on and off."""
 
     new: str
     values: Mapping[bool, Any] | None = None

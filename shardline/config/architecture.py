@@ -11,7 +11,7 @@ from shardline.config.types import LARGEST, Section, show
 from shardline.errors import ConfigError
 from shardline.registry import nearest
 
-# Sizes beyond any model's: whoever builds one would wait or run out of memory before it is said that it cannot be.
+# Limits beyond any real model: without them, a build would take forever or run out of memory before it is refused.
 LAYERS, WIDTH, ROWS = 10_000, 2**24, 2**28
 PARAMETERS = 10**14  # of a whole model
 
@@ -111,7 +111,7 @@ class MixtureOfExperts(Section):
     every: int = Field(
         default=1, ge=1, le=LARGEST, description="After them, each n-th layer has experts (layers n-1, 2n-1, ...)."
     )
-    score: Literal["softmax", "sigmoid"] = Field(default="softmax", description="Scores from the router's logits.")
+    score: Literal["softmax", "sigmoid"] = Field(default="softmax", description="How logits become scores.")
     normalize: bool = Field(default=False, description="Divide the scores of the chosen experts by their sum.")
     scale: float = Field(default=1.0, gt=0, description="Factor of the scores of the chosen experts.")
     scale_input: bool = Field(default=False, description="Scores multiply an expert's input, not its output.")
@@ -125,7 +125,7 @@ class MixtureOfExperts(Section):
         default="silu", description="clamped: gate and up are limited, and up is shifted by one."
     )
     balance_coeff: float = Field(
-        default=0.0, ge=0, description="Step of the bias that balances the experts without a loss; 0: there is no bias."
+        default=0.0, ge=0, description="Step of the bias that balances the experts without a loss; 0: no bias."
     )
     aux_loss_coeff: float = Field(default=0.0, ge=0, description="Weight of the loss that balances each sequence.")
     z_loss_coeff: float = Field(default=0.0, ge=0, description="Weight of the loss on large router logits.")
@@ -162,18 +162,18 @@ class ForeignModel(Section):
     """A model that `transformers` computes: its config.json, and what its code builds from it."""
 
     config: dict[str, Any] = Field(description="The content of config.json.")
-    shapes: dict[str, tuple[int, ...]] = Field(description="Every weight under its name in the model, tied ones once.")
-    ties: dict[str, str] = Field(default={}, description="Further names of tied weights, and their first ones.")
+    shapes: dict[str, tuple[int, ...]] = Field(description="Shapes of weights, by name in the model; tied ones once.")
+    ties: dict[str, str] = Field(default={}, description="Other names of tied weights -> the first name.")
     blocks: str = Field(description="The name of the list of decoder layers in the model.")
     embedding: str = Field(default="", description="The name of the module that turns tokens into vectors.")
     output: str = Field(default="", description="The name of the output layer.")
-    adaptable: list[str] = Field(default=[], description="Modules that can have matrices of low rank beside them.")
-    transposed: list[str] = Field(default=[], description="Those of them whose weights have their columns first.")
+    adaptable: list[str] = Field(default=[], description="Modules that can have low-rank matrices beside them.")
+    transposed: list[str] = Field(default=[], description="Those of them whose weights are stored transposed.")
 
     @model_validator(mode="before")
     @classmethod
     def _from_json(cls, data: Any) -> Any:
-        """JSON, in which a manifest keeps shapes, has lists."""
+        """Turn the lists of a manifest, which is JSON, into tuples."""
         if not isinstance(data, Mapping) or not isinstance(data.get("shapes"), Mapping):
             return data
         return {**data, "shapes": {name: tuple(shape) for name, shape in data["shapes"].items()}}
@@ -234,13 +234,15 @@ class Architecture(Section):
         default="halves", description="Dimensions that rotate together: i and i + head_dim/2, or 2i and 2i + 1."
     )
     rope_fraction: float = Field(
-        default=1.0, gt=0, le=1, description="Part of a head's dimensions, its first ones, that rotate."
+        default=1.0, gt=0, le=1, description="Fraction of a head's dimensions, counted from the first, that rotate."
     )
     rope_layers: tuple[int, ...] | None = Field(
         default=None, description="Layers with rotary positions; unset means every layer."
     )
     window_rope_theta: float | None = Field(
-        default=None, gt=0, description="Base of layers with a window, which are then not scaled; unset: rope_theta."
+        default=None,
+        gt=0,
+        description="rope_theta of layers with a window, which are then not scaled; unset: the same.",
     )
     query_scale: float = Field(
         default=0.0,
@@ -257,34 +259,38 @@ class Architecture(Section):
     )
     norm_bias: bool = Field(default=False, description="Bias of the norms; only norm_kind layer has one.")
     norm_places: Literal["before", "after", "both"] = Field(
-        default="before", description="Norms of a block: of what its two parts read, of what they add, or of both."
+        default="before",
+        description="Where a block's two parts have norms: on their input, their output, or both.",
     )
     parallel_block: bool = Field(
-        default=False, description="Attention and feed-forward part read the same norm, and are added together."
+        default=False,
+        description="Attention and feed-forward part read the same norm, and their outputs are added.",
     )
     residual_scale: float = Field(default=1.0, gt=0, description="Factor of what a block adds to the residual stream.")
     embedding_scale: float = Field(default=1.0, gt=0, description="Factor of the embeddings.")
     logit_scale: float = Field(default=1.0, gt=0, description="Factor of the logits.")
     logit_cap: float | None = Field(
-        default=None, gt=0, description="Logits become this * tanh(logit / this); unset: they do not."
+        default=None, gt=0, description="Logits become this * tanh(logit / this); unset: no cap."
     )
     attention_scale: float | None = Field(
         default=None, gt=0, description="Factor of the attention scores; unset: 1 / sqrt(head_dim)."
     )
     score_cap: float | None = Field(
-        default=None, gt=0, description="Scores become this * tanh(score / this) before the mask; unset: they do not."
+        default=None, gt=0, description="Scores become this * tanh(score / this) before the mask; unset: no cap."
     )
     activation: Literal["silu", "gelu_tanh"] = Field(
-        default="silu", description="Function inside the feed-forward part of layers without experts."
+        default="silu", description="Activation function of the feed-forward part of layers without experts."
     )
-    gated: bool = Field(default=True, description="The feed-forward part multiplies the function by a second product.")
+    gated: bool = Field(
+        default=True, description="The feed-forward part multiplies its activation by a second product."
+    )
     qkv_bias: bool = Field(default=False, description="Bias on the query, key and value projections.")
     out_bias: bool = Field(default=False, description="Bias on the attention output projection.")
     mlp_bias: bool = Field(default=False, description="Bias on the feed-forward projections.")
     qk_norm: bool = Field(default=False, description="Norm of queries and keys, of norm_kind and without bias.")
     qk_norm_over: Literal["head", "each_head", "width"] = Field(
         default="head",
-        description="head: each head, with one weight for all; each_head: with its own; width: all heads together.",
+        description="head: each head, with one shared weight; each_head: with its own weight; width: all heads together.",
     )
     rotated_norm: bool = Field(
         default=False, description="RMS norm without weights on each query and key head that was rotated."
@@ -300,14 +306,14 @@ class Architecture(Section):
         default=None, description="Layers that use the window; unset means every layer."
     )
     window_kind: Literal["sliding", "chunked"] = Field(
-        default="sliding", description="chunked: the window does not slide, it begins at multiples of its size."
+        default="sliding", description="chunked: the window does not slide but begins at multiples of its size."
     )
     attn_mask_type: Literal["causal", "block_causal"] = Field(
         default="causal", description="block_causal separates packed documents."
     )
     attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
     family: Family = Field(default="llama", description="Family whose Hugging Face names are used.")
-    foreign: ForeignModel | None = Field(default=None, description="The model whose code is that of transformers.")
+    foreign: ForeignModel | None = Field(default=None, description="The model that transformers' code computes.")
     init_std: float = Field(default=0.02, gt=0, le=1000, description="Standard deviation of the initial weights.")
 
     @model_validator(mode="before")
@@ -344,7 +350,7 @@ class Architecture(Section):
             raise ValueError("with experts, activation must be 'silu', and gated true")
         self._check_factors(self.rope_scaling)
         if (self.family == "transformers") != (self.foreign is not None):
-            raise ValueError('family "transformers" is for models whose code is that of transformers')
+            raise ValueError('family "transformers" is for models that transformers computes')
         for name in ("sliding_window_layers", "rope_layers"):
             outside = [layer for layer in getattr(self, name) or () if not 0 <= layer < self.n_layers]
             if outside:
@@ -363,7 +369,7 @@ class Architecture(Section):
 
     def _check_factors(self, scaling: RopeScaling | None) -> None:
         if scaling is not None and scaling.type == "dynamic" and self.rope_dim < 4:
-            raise ValueError(f"dynamic rope_scaling needs 4 dimensions that rotate, not {self.rope_dim}")
+            raise ValueError(f"dynamic rope_scaling needs 4 or more dimensions that rotate, not {self.rope_dim}")
         if scaling is None or scaling.type != "longrope":
             return
         for name in ("short_factor", "long_factor"):
@@ -378,7 +384,7 @@ class Architecture(Section):
             raise ValueError(
                 f"head_dim ({self.head_dim}) must be latent.nope_dim + latent.rope_dim ({latent.head_dim})"
             )
-        if latent.v_dim > latent.head_dim:  # kernels that want equal widths get values with zeros behind them
+        if latent.v_dim > latent.head_dim:  # kernels that need equal widths get values padded with zeros
             raise ValueError(f"latent.v_dim ({latent.v_dim}) must not exceed head_dim ({latent.head_dim})")
         if self.n_kv_heads != self.n_heads:
             raise ValueError(f"n_kv_heads ({self.n_kv_heads}) must be n_heads ({self.n_heads}) with latent attention")
@@ -409,7 +415,7 @@ class Architecture(Section):
         """A copy with some fields changed.
 
         `head_dim` and `n_kv_heads` follow `dim` and `n_heads` if they did before. A table changes single values of the
-        present one, except a `rope_scaling` with a `type` of its own.
+        current one, except a `rope_scaling` with a `type` of its own.
         """
         unknown = [name for name in overrides if name not in OVERRIDABLE]
         if unknown:
@@ -444,7 +450,7 @@ def _default_head_dim(latent: Any, dim: Any, heads: Any) -> int | None:
 
 
 def build(fields: Mapping[str, Any]) -> Architecture:
-    """`Architecture(**fields)` whose errors are ConfigErrors that name the field."""
+    """Build an `Architecture`; its errors are ConfigErrors that name the field."""
     try:
         return Architecture.model_validate(dict(fields))
     except ValidationError as error:
@@ -459,7 +465,7 @@ def unknown_override(name: str) -> str:
 
 
 def field_problem(row: Any) -> tuple[str, str]:
-    """The key of a field in pydantic's row of an error, and what is wrong with it."""
+    """Return the key of the field in a row of pydantic's errors, and what is wrong with it."""
     names = [str(part) for part in row["loc"] if isinstance(part, str)]
     key = ".".join(["model.overrides", *names]) if names else "model"
     if row["type"] == "value_error":
@@ -467,7 +473,7 @@ def field_problem(row: Any) -> tuple[str, str]:
     if row["type"] == "extra_forbidden":
         return key, "there is no such field" + nearest(names[-1][:100], TABLES[names[0]].model_fields)
     if row["type"] == "missing" and len(names) > 1:
-        return key, f"must be given: the flavor has no {names[0]} to change"
+        return key, f"is required: the flavor has no {names[0]} to change"
     expected = _EXPECTED[row["type"]].format(**row.get("ctx", {})) if row["type"] in _EXPECTED else row["msg"]
     return key, f"expected {expected}, got {show(row['input'])}"
 

@@ -22,7 +22,7 @@ from shardline.words import password_problem
 OVERRIDES = "model.overrides"
 OVERRIDE_TABLES = tuple(f"{OVERRIDES}.{name}" for name in TABLES)
 
-# A valid decoder, and valid tables: each override is checked in them alone, before the flavor is known.
+# A valid decoder and valid tables, in which each override is checked by itself before the flavor is known.
 _SAMPLE: dict[str, Any] = {
     "dim": 64,
     "n_layers": 1,
@@ -153,7 +153,7 @@ def _put(nested: dict[str, Any], key: str, value: Any) -> None:
         if nested.get(part) is None:
             nested[part] = {}
         elif not isinstance(nested[part], dict):
-            return  # no table: an error that pydantic reports
+            return  # not a table: pydantic reports the error
         nested = nested[part]
     nested[name] = value
 

@@ -21,7 +21,7 @@ from shardline.errors import ConfigError
 def check(config: Config) -> None:
     """Raise one ConfigError that lists every combination that cannot work.
 
-    Rules that depend on the number of ranks hold for a config that has it (`layout.with_degrees`), here and in `notes`.
+    Rules that depend on the number of ranks need a config that has all degrees (`layout.with_degrees`), as in `notes`.
     """
     problems = [line(config.origin(key), key, rule.sentence(config)) for rule, key in _matches(config, "refused")]
     problems += [f"{a} with {b}: {refusal.reason}; {refusal.remedy}" for a, b, refusal in refusals(config)]
@@ -30,7 +30,7 @@ def check(config: Config) -> None:
 
 
 def checked_layout(config: Config, ranks: int) -> Layout:
-    """The layout of this many ranks. What cannot run on it is a ConfigError; a config is checked once per number."""
+    """Return the layout of this many ranks, or raise a ConfigError. A config is checked once per number of ranks."""
     try:
         layout = resolve_layout(config.parallelism, ranks)
     except ConfigError as error:
@@ -57,7 +57,7 @@ def missing(config: Config) -> dict[str, str]:
 
 
 def with_data_named(config: Config, parameters: int) -> Config:
-    """The config with `training.dataset` unset, where nobody gave it and a model of this size wants its data named."""
+    """Unset `training.dataset` where it is a default and a model of this size needs its data named."""
     defaulted = is_demo(config.training) and not config.is_set("training.dataset") and not config.data.sources
     if not defaulted or parameters <= LARGEST_ON_DEMO:
         return config
@@ -94,19 +94,19 @@ def check_architecture(config: Config, arch: Architecture) -> None:
             " bfloat16 or float32"
         )
     if arch.foreign is not None and config.training.neftune_alpha is not None:
-        raise ConfigError("training.neftune_alpha: embeddings of a model that transformers computes take no noise")
+        raise ConfigError("training.neftune_alpha: a model that transformers computes takes no noise on embeddings")
 
 
 def check_parameters(config: Config, parameters: int) -> None:
     """Refuse a model that is too large to exist before anything is loaded or built for it."""
     if parameters > PARAMETERS:
-        key, remedy = ("model.flavor", "a smaller one, or model.overrides")
+        key, remedy = ("model.flavor", "a smaller one, or set model.overrides")
         if config.model.name == "auto":
-            key, remedy = "model.hf_assets_path", "another folder; its config.json has the sizes"
+            key, remedy = "model.hf_assets_path", "another folder, whose config.json has smaller sizes"
         elif config.model.overrides:
             key, remedy = "model.overrides", "smaller sizes"
         raise ConfigError(
-            f"{key}: the model would have {parameters:,} parameters; at most {PARAMETERS:,} are allowed: give {remedy}"
+            f"{key}: the model would have {parameters:,} parameters; at most {PARAMETERS:,} are allowed: use {remedy}"
         )
 
 
@@ -143,7 +143,7 @@ def _expanded(key: str) -> list[str]:
 
 
 def _applies(config: Config, kind: Kind, key: str) -> bool:
-    """Whether a key of the rule counts: idle ones and those not built must differ from the default."""
+    """Whether a key of the rule counts: for idle and pending rules it must differ from its default."""
     if kind not in ("idle", "pending"):
         return True
     return differs(config, key) or (key in LESS_LAYERS and config.is_set(key))

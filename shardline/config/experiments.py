@@ -1,13 +1,13 @@
-"""TorchTitan's experiments, in our keys. Torch-free.
+"""Translates TorchTitan's experiments into Shardline's keys. Nothing here imports torch.
 
-Models by the code of `transformers`:
+Models that `transformers` computes:
 
 model.name = "transformers_modeling_backend"   ->  model.name = "auto", model.implementation = "transformers"
 hf_transformers.model = FOLDER                 ->  model.hf_assets_path
-model.hf_assets_path (the tokenizer's there)   ->  model.tokenizer_path
+model.hf_assets_path (there the tokenizer's)   ->  model.tokenizer_path
 model.flavor = "debugmodel", also by default   ->  model.overrides of a small model; "full" changes nothing
 
-Replica groups and DiLoCo, whose keys are our own:
+Replica groups and DiLoCo, for which Shardline has the keys itself:
 
 model.name = "llama3_ft"                       ->  model.name = "llama3"
 job.custom_config_module = "torchtitan.experiments.ft...."   dropped: it adds keys of [fault_tolerance]

@@ -126,8 +126,9 @@ _LATE = Refusal(
     "a gradient is complete only after the last micro-batch of its stage",
     "set optimizer.early_step_in_backward = false",
 )
-# What needs to know the arithmetic of a block: feature -> remedy.
 _SHARD = "set {} = 1, and shard with parallelism.data_parallel_shard_degree"
+# Features that need to know the arithmetic of a block: feature -> remedy.
+# Features that need to know the arithmetic of a block: feature -> remedy.
 _NATIVE_ONLY = {
     **dict.fromkeys(
         ("TP", "TP without sequence parallel", "async TP", "whole loss on every TP rank"),
@@ -154,11 +155,11 @@ REFUSED: dict[frozenset[str], Refusal] = {
         "means over rows and columns need all-reduces of each parameter during backward", _NOT_IN_BACKWARD
     ),
     frozenset({"optimizer in backward", "Muon"}): Refusal(
-        "ranks share out whole matrices, and have all of them only after backward", _NOT_IN_BACKWARD
+        "ranks divide the matrices among themselves, and have all gradients only after backward", _NOT_IN_BACKWARD
     ),
     **{
         frozenset({"LoRA", name}): Refusal(
-            "it scales or turns updates by what whole weight matrices are, which LoRA's factors are not",
+            "it scales or orthogonalizes updates of whole weight matrices, which LoRA's factors are not",
             'set optimizer.name = "AdamW"',
         )
         for name in ("LAMB", "LARS", "Muon")
@@ -168,7 +169,7 @@ REFUSED: dict[frozenset[str], Refusal] = {
     frozenset({"PP zero-bubble", "compile"}): _COMPILED,
     frozenset({"PP zero-bubble", "AC memory budget"}): _COMPILED,
     **{
-        frozenset({"transformers", name}): Refusal("needs a model whose family is built here", remedy)
+        frozenset({"transformers", name}): Refusal("needs a model family that Shardline has itself", remedy)
         for name, remedy in _NATIVE_ONLY.items()
         if name in FEATURES
     },
@@ -176,7 +177,7 @@ REFUSED: dict[frozenset[str], Refusal] = {
 
 REFUSED |= {
     frozenset({"DPO", name}): Refusal(
-        "the loss of a pair needs both of its log-probabilities before the first backward, and stages send one way",
+        "the loss of a pair needs both log-probabilities before the first backward, and stages send in one direction",
         _SHARD.format("parallelism.pipeline_parallel_degree"),
     )
     for name in ("PP", "PP zero-bubble")

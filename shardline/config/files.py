@@ -20,13 +20,13 @@ from shardline.words import sized
 
 PRESETS = Path(__file__).parent / "presets"
 MOST_BYTES = 4 << 20
-MOST_VALUES = 20_000  # of a YAML file, whose reader takes a tenth of a millisecond for each
-MOST_EXPANDED = 100_000  # with what aliases stand for: each may stand for many others
-# What can hold a bracket or the end of a line in TOML: strings of four kinds and comments; else they are themselves
+MOST_VALUES = 20_000  # of a YAML file; its reader takes a tenth of a millisecond for each
+MOST_EXPANDED = 100_000  # counting what aliases stand for: each may stand for many others
+# Brackets and line ends in TOML, and what may hide them: strings of four kinds, and comments
 _TOML_TOKEN = re.compile(
     r"""(?s)\"{3}(?:[^"\\]++|\\.|"(?!""))*+"{3,5}|'{3}.*?'{3,5}|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*'|\#[^\n]*|[\[\]{}\n]"""
 )
-# A key of 64 parts, after strings became words: tomllib takes quadratic time for its parts
+# A key of 64 parts, once strings are replaced by words: tomllib takes quadratic time for a key's parts
 _TOML_DEEP_KEY = re.compile(r"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){63}")
 
 
@@ -194,7 +194,7 @@ def toml_lines(text: str) -> dict[str, int]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Headers and keys with their values, each with the number of its first line: they end where a line does."""
+    """Yield headers and keys with their values, each with the number of its first line; all end at a line end."""
     start, number, depth = 0, 1, 0
     for found in _TOML_TOKEN.finditer(text + "\n"):
         token = found.group()
@@ -232,7 +232,7 @@ def _parse_yaml(path: str, text: str, repeated: dict[str, int]) -> tuple[dict[st
     import yaml
 
     class Bounded(yaml.SafeLoader):
-        """A loader that does not go on reading what no config holds."""
+        """A loader that stops at more values than any config has."""
 
         values = 0
 
@@ -251,7 +251,7 @@ def _parse_yaml(path: str, text: str, repeated: dict[str, int]) -> tuple[dict[st
         if node is None:
             return {}, {}
         if (values := _expanded(node, {})) > MOST_EXPANDED:
-            more = "a value that holds them" if values == math.inf else f"more than {MOST_EXPANDED:,} values"
+            more = "a value that contains them" if values == math.inf else f"more than {MOST_EXPANDED:,} values"
             raise ConfigError(f"{path}: its aliases stand for {more}")
         lines: dict[str, int] = {}
         _yaml_lines(node, "", lines, repeated, depth=0)
@@ -270,7 +270,7 @@ def _parse_yaml(path: str, text: str, repeated: dict[str, int]) -> tuple[dict[st
 
 
 def _expanded(node: Any, known: dict[int, float]) -> float:
-    """How many values a YAML node holds where each alias counts as what it stands for; infinite within itself."""
+    """How many values a YAML node holds if each alias counts as what it stands for; infinite if it contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         inner = node.value if isinstance(node.value, list) else []
@@ -280,7 +280,7 @@ def _expanded(node: Any, known: dict[int, float]) -> float:
 
 
 def _yaml_lines(node: Any, prefix: str, lines: dict[str, int], repeated: dict[str, int], depth: int) -> None:
-    """Collect the line of every key, and the first one of those that are given twice: YAML takes the last."""
+    """Collect the line of every key, and the first line of keys that are given twice; YAML takes the last."""
     if depth > 8 or not isinstance(getattr(node, "value", None), list):
         return
     seen: set[str] = set()

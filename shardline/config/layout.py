@@ -120,7 +120,7 @@ def with_degrees(config: Config, layout: Layout) -> Config:
 def _with_experts(layout: Layout, ep: int, etp: int) -> Layout:
     """The layout with its experts' axes, which must split the ranks of a replica evenly."""
     if ep == 1:
-        return layout  # without expert parallelism, the other degree has no meaning
+        return layout  # without expert parallelism, the other degree means nothing
     ranks = layout.dp_shard * layout.cp * layout.tp
     if etp not in (1, layout.tp):
         raise ConfigError(
@@ -136,7 +136,7 @@ def _with_experts(layout: Layout, ep: int, etp: int) -> Layout:
 
 
 def check_experts(arch: Architecture, layout: Layout) -> None:
-    """Raise for experts that cannot be shared so; the message names degrees that fit."""
+    """Raise if the experts cannot be split this way; the message names degrees that fit."""
     if arch.moe is not None and routes_together(layout) and arch.moe.expert_dim % layout.tp:
         key = "tensor_parallel_degree" if layout.ep == 1 else "expert_tensor_parallel_degree"
         raise ConfigError(
@@ -153,18 +153,18 @@ def check_experts(arch: Architecture, layout: Layout) -> None:
     if experts % layout.ep:
         good = [degree for degree in range(1, ranks + 1) if experts % degree == 0 and ranks % degree == 0]
         raise ConfigError(
-            f"{key}: {experts} experts cannot be shared evenly by {layout.ep} ranks; degrees that fit:"
+            f"{key}: {experts} experts cannot be divided evenly among {layout.ep} ranks; degrees that fit:"
             f" {', '.join(map(str, good))}"
         )
 
 
 def check_cuda_graphs(config: Config, arch: Architecture, layout: Layout, device: str = "cuda") -> None:
-    """Raise where recorded passes would leave out what the host does in each of them."""
+    """Raise where a recorded pass would leave out what the host does in each pass."""
     if not (config.compile.enable and config.compile.cuda_graphs):
         return
     reasons = {
-        f"the device is a {device.upper()}, which has none": device != "cuda",
-        f"{layout.world_size} ranks send to each other in each pass": layout.world_size > 1,
+        f"the device is a {device.upper()}, which has no CUDA graphs": device != "cuda",
+        f"{layout.world_size} ranks communicate in each pass": layout.world_size > 1,
         "experts count their tokens in each pass": arch.moe is not None,
         "block_causal finds the documents of each batch": arch.attn_mask_type == "block_causal",
         "a model of transformers may do anything in a pass": arch.foreign is not None,
@@ -228,7 +228,7 @@ def _change(layout: Layout, wanted: dict[str, int], axes: tuple[str, ...]) -> tu
 
 
 def _flags(layout: Layout, wanted: dict[str, int]) -> str:
-    """Flags that give a layout whatever the config holds: degrees above 1, and those that were requested."""
+    """Flags that set this layout whatever the config holds: degrees above 1, and those that were requested."""
     degrees = dict(zip(AXES, layout.degrees, strict=True))
     named = [axis for axis in AXES if degrees[axis] > 1 or wanted[axis] != 1]
     return " ".join(f"--parallelism.{KEYS[axis]}={degrees[axis]}" for axis in named)

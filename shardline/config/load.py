@@ -1,4 +1,4 @@
-"""Loads a config. The command line overrides the file, which overrides what it extends, and that the defaults."""
+"""Loads a config. The command line overrides the file, the file what it extends, and that the defaults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Where = Callable[[str], str]  # key -> where it was given
 
 HANDED_OVER = "SHARDLINE_CONFIG"  # variable: the launcher's config as JSON
 LONGEST_VARIABLE = 100_000  # Linux takes 128 KiB
-MOST_PROBLEMS = 30  # that are collected: each wrong name is compared with all that there are
+MOST_PROBLEMS = 30  # to collect: each unknown name is compared with all known ones
 RESET = object()  # an empty value in a file: the default is used
 MODEL_NAMES = {"model.name", "model.flavor"}
 
@@ -86,7 +86,7 @@ def load_config(
 
 
 def handed_over(config: Config) -> dict[str, str]:
-    """The variable by which a launcher gives its ranks the config; none if it is too long, then they load it again."""
+    """The variable that hands the config to a launcher's ranks; none if it is too long: ranks then load it again."""
     values = {key: config.value(key) for key in leaves()}
     origins = {key: config.origin(key) for key in config.given()}
     text = json.dumps({"values": values, "origins": origins, "alias_notes": config.alias_notes})
@@ -142,11 +142,11 @@ def _replaced(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
 
 
 def _left_with_its_model(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
-    """Drop what lower layers say of their model where a higher one names another: its overrides, and the tokenizer
-    that it has in place of a Hugging Face folder's own.
+    """Where a higher layer names another model, drop the overrides that lower layers have for theirs, and their
+    tokenizer if the new model is a Hugging Face folder.
     """
     before, after = _model_of(merged), _model_of(merged | layer.given)
-    if before == after or not MODEL_NAMES & merged.keys():  # overrides that were given without a model hold for any
+    if before == after or not MODEL_NAMES & merged.keys():  # overrides without a model hold for any model
         return
     own = [key for key in merged if key == OVERRIDES or key.startswith(f"{OVERRIDES}.")]
     if after == ("auto",) and "model.tokenizer_path" in merged:
@@ -154,7 +154,7 @@ def _left_with_its_model(merged: dict[str, Given], layer: Layer) -> Iterator[str
     dropped = {key: merged.pop(key) for key in own}
     if dropped:
         given, first = next(layer.given[key] for key in layer.given if key in MODEL_NAMES), dropped[own[0]]
-        said = f"{first.where} says of {' '.join(map(str, before))}"
+        said = f"{first.where} sets for {' '.join(map(str, before))}"
         yield f"{given.where}: {given.name} = {show(given.value)} drops what {said}: {listed(own, most=10)}"
 
 
@@ -185,7 +185,7 @@ def _layer(tables: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> La
     for name, value in _flatten(tables, "", where, layer.problems):
         value = _coerce(name, value, is_yaml)
         if name == "job.config_file" and value is not None:
-            layer.notes.append(f"{where(name)}: job.config_file has no effect here; give it on the command line")
+            layer.notes.append(f"{where(name)}: job.config_file has no effect here; pass it on the command line")
         elif name in NO_EFFECT:
             layer.notes.append(f"{where(name)}: {name} is a key of an older version and has no effect")
         elif name in ALIASES:
@@ -194,7 +194,7 @@ def _layer(tables: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> La
             inside = _places(name, value, where) if name in SOURCE_LISTS else {}
             _add(layer, name, Given(name, where(name), _with_new_names(layer, name, value, where(name)), inside))
     if len(layer.problems) >= MOST_PROBLEMS:
-        layer.problems.append("there may be more: these come first")
+        layer.problems.append("there may be more problems: only the first are listed")
     return layer
 
 
@@ -267,7 +267,7 @@ def _add(layer: Layer, key: str, given: Given) -> None:
 
 
 def _joined(a: Any, b: Any) -> list[Any] | None:
-    """Converters from a list and from the older float8 switch: on adds it to the list, off contradicts it there."""
+    """Join the list of converters and the older float8 switch: on adds it, off contradicts a list that has it."""
     are_lists = isinstance(a, list) and isinstance(b, list)
     if not are_lists or (a == [] and FLOAT8 in b) or (b == [] and FLOAT8 in a):
         return None

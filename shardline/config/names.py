@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LAUNCHER_VARIABLE = "SHARDLINE_LAUNCHER"  # in the environment of a rank: pid of the launcher that started it
 PROGRAM_VARIABLE = "SHARDLINE_PROGRAM"  # how the user calls this program, for commands that messages show
 
-# Two ways to say the same thing: of a key and its alternative, which has no default, only one is given.
+# Two ways to say the same thing: only one of a key and its alternative, which has no default, may be set.
 ALTERNATIVES = {
     "training.steps": "training.epochs",
     "training.global_batch_size": "training.gradient_accumulation_steps",
@@ -31,8 +31,8 @@ ALTERNATIVES = {
 # ---- dtypes, optimizers, schedules, models ---------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")  # of commands; the schema says what a key takes
-# Built-in optimizer -> tensors it keeps per parameter; Muon keeps one of a matrix of a block, Adafactor one of what is
-# no matrix.
+# Built-in optimizer -> tensors it keeps per parameter; Muon keeps one for the matrices of blocks, Adafactor one for
+# parameters that are not matrices.
 MOMENTS = {"AdamW": 2, "Adam": 2, "Adafactor": 1, "SGD": 1, "Lion": 1, "LAMB": 2, "LARS": 1, "Muon": 2}
 LAYERWISE = ("LAMB", "LARS")  # optimizers with a trust ratio per layer
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -65,7 +65,7 @@ def unknown_schedule(name: str) -> str:
 TEXT_FILES = (".txt", ".text", ".md")
 LINE_FILES = (".jsonl", ".json", ".ndjson")
 DATA_FILES = (*TEXT_FILES, *LINE_FILES, ".parquet")
-CARD = "README.md"  # of a dataset; beside records it is no text to train on
+CARD = "README.md"  # of a dataset; beside records it is not text to train on
 
 
 LARGEST_ON_DEMO = 100_000_000  # parameters of a model that trains on generated text without being asked to
@@ -89,7 +89,7 @@ def is_registered(section: Any) -> bool:
 
 
 def names_files(section: Any) -> bool:
-    """Whether the section names only files and globs, no folder."""
+    """Whether the section names only files and globs, no folders."""
     return bool(_file_endings(section))
 
 
@@ -110,7 +110,7 @@ def _file_endings(section: Any) -> list[str]:
 
 
 def data_paths(config: Config, key: str) -> list[str]:
-    """The paths under `training.dataset_path`, `data.sources` and their like that a run reads and does not register."""
+    """The paths under a key such as `training.dataset_path` or `data.sources` that the run reads as files."""
     part, _, name = key.partition(".")
     if name != "dataset_path":
         named = [(str(table.get("path", "")), table.get("data_files") or []) for table in config.value(key)]
@@ -136,7 +136,7 @@ def is_saved_dataset(path: str) -> bool:
 
 
 WINDOWED = ("auto", "gpt_oss", "gemma2", "gemma3", "phi3", "starcoder2")
-# What the flavors of a model scale by, if they scale at all; of `auto` and registered models, it is not known.
+# How the flavors of a model scale rotary frequencies, if at all; not known for `auto` and registered models.
 SCALED = {"llama3": "llama3", "llama4": "llama3", "deepseek_v3": "yarn", "gpt_oss": "yarn", "gemma3": "linear"}
 
 
@@ -151,7 +151,7 @@ def has_window(config: Config) -> bool:
 
 
 def is_foreign(config: Config) -> bool:
-    """Whether the code of transformers computes the model: as asked, or because its family is not built here."""
+    """Whether the code of transformers computes the model: by request, or because its family is not built here."""
     section = config.model
     if section.name != "auto" or section.implementation != "auto":
         return section.implementation == "transformers"
@@ -159,14 +159,14 @@ def is_foreign(config: Config) -> bool:
         content = parse_json(Path(local_path(section.hf_assets_path), "config.json").read_bytes())
         return "model_type" in content and not is_built(content["model_type"])
     except (OSError, ValueError, TypeError):
-        return False  # what is wrong with the file is said where it is read
+        return False  # reading the file reports what is wrong with it
 
 
 def is_built(model_type: Any) -> bool:
     """Whether the decoder computes models of this type itself."""
     from shardline.config.architecture import NATIVE
 
-    # of llama4 and gemma3 the text model is read
+    # for llama4 and gemma3, the text model is read
     return isinstance(model_type, str) and (model_type in NATIVE or model_type in ("llama4", "gemma3"))
 
 

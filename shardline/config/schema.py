@@ -41,12 +41,12 @@ from shardline.errors import ConfigError
 
 
 def key(default: Any, meaning: str) -> Any:
-    """A key of a section, with its default and one line for the documentation."""
+    """Return a section's key, with its default and one line for the documentation."""
     return Field(default=default, description=meaning)
 
 
 def _steps_between(steps: int, ratio: float | None, total_steps: int) -> int:
-    """A number of steps, or a fraction of the run, rounded up so that no more than 1 / ratio fit into it."""
+    """Return an interval in steps; a fraction of the run is rounded up, so that at most 1 / ratio fit into it."""
     return steps if ratio is None else max(1, math.ceil(ratio * total_steps - 1e-6))
 
 
@@ -82,24 +82,24 @@ class Metrics(Section):
     wandb_project: Name | None = key(None, "Project of the W&B run; unset: $WANDB_PROJECT, or shardline.")
     wandb_entity: Name | None = key(None, "Team of the W&B run; unset: $WANDB_ENTITY or $WANDB_TEAM.")
     wandb_name: Name | None = key(None, "Name of the W&B run; unset: $WANDB_NAME, or the name of the run folder.")
-    wandb_run_id: Name | None = key(None, "Id of the W&B run to begin or to continue; unset: $WANDB_RUN_ID.")
+    wandb_run_id: Name | None = key(None, "Id of the W&B run to start or continue; unset: $WANDB_RUN_ID.")
     wandb_group: Name | None = key(None, "Group of the W&B run; unset: $WANDB_RUN_GROUP.")
     wandb_tags: list[Text] = key([], "Tags of the W&B run.")
-    wandb_mode: Literal["online", "offline", "disabled"] | None = key(None, "How W&B works; unset: $WANDB_MODE.")
-    prometheus_port: Port | None = key(None, "Serve metrics in OpenMetrics on this port; 0: any that is free.")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = key(None, "Mode of W&B; unset: $WANDB_MODE.")
+    prometheus_port: Port | None = key(None, "Serve metrics as OpenMetrics on this port; 0: any free port.")
 
 
 class Model(Section):
     name: Name = key("llama3", 'Model family, or "auto" for the Hugging Face folder in hf_assets_path.')
     flavor: Text = key("debugmodel", "Named size of the family.")
     implementation: Literal["auto", "native", "transformers"] = key(
-        "auto", "Whose code computes a Hugging Face folder's model: auto is native where the family is built here."
+        "auto", "Code that runs a Hugging Face folder's model; auto: native for the families that Shardline has."
     )
     hf_assets_path: Text = key(
         "./tests/assets/tokenizer", "Folder with tokenizer, config.json and weights, or owner/name@revision on the Hub."
     )
     tokenizer_path: Text | None = key(
-        None, 'tokenizer.json, its folder or a name on the Hub; "bytes" is the embedded one; unset uses hf_assets_path.'
+        None, 'tokenizer.json, its folder or a name on the Hub; "bytes": byte tokenizer; unset: hf_assets_path.'
     )
     converters: list[Text] = key([], "Conversions applied to the model, such as quantize.linear.float8.")
     print_after_conversion: bool = key(False, "Print the model once it is built and has its weights.")
@@ -107,7 +107,7 @@ class Model(Section):
 
 
 class HFTransformers(Section):
-    model: Text = key("", 'TorchTitan\'s name for the folder of model.name = "transformers_modeling_backend".')
+    model: Text = key("", 'TorchTitan\'s key for the folder of model.name = "transformers_modeling_backend".')
 
 
 class Optimizer(Section):
@@ -126,17 +126,17 @@ class Optimizer(Section):
     )
     decay_norms: bool = key(True, "Apply weight decay to norm weights and biases too.")
     trust_coefficient: PositiveFloat = key(0.001, "LARS: a layer's step relative to its weights, per unit of lr.")
-    muon_lr_factor: PositiveFloat = key(1.0, "Muon: learning rate of the blocks' matrices, in units of lr.")
+    muon_lr_factor: PositiveFloat = key(1.0, "Muon: learning rate of the blocks' matrices, as a multiple of lr.")
     muon_momentum: Beta = key(0.95, "Muon: momentum (Nesterov) of the blocks' matrices.")
-    muon_ns_steps: Positive = key(5, "Muon: Newton-Schulz steps that make an update orthogonal.")
+    muon_ns_steps: Positive = key(5, "Muon: Newton-Schulz iterations that orthogonalize an update.")
     muon_adjust_lr: Literal["original", "match_rms_adamw"] = key(
-        "original", "Muon: step of a matrix by its shape; match_rms_adamw makes it as long as AdamW's."
+        "original", "Muon: how a matrix's shape scales its step; match_rms_adamw matches the size of AdamW's steps."
     )
-    adafactor_scale_parameter: bool = key(False, "Adafactor: steps in proportion to the size of the weights.")
+    adafactor_scale_parameter: bool = key(False, "Adafactor: scale steps with the size of the weights.")
     adafactor_relative_step: bool = key(
         False, "Adafactor: a learning rate of its own, 0.01 and later 1 / sqrt(step), instead of lr and lr_scheduler."
     )
-    adafactor_warmup_init: bool = key(False, "Adafactor: that rate begins at 1e-6 and grows by as much each step.")
+    adafactor_warmup_init: bool = key(False, "Adafactor: that rate starts at 1e-6 and grows by 1e-6 per step.")
     adafactor_clip_threshold: PositiveFloat = key(1.0, "Adafactor: largest root mean square of an update, before lr.")
     adafactor_decay_rate: DecayRate = key(-0.8, "Adafactor: second moments decay by 1 - step ** decay_rate.")
     adafactor_momentum: Beta = key(0.0, "Adafactor: decay of the first moment; 0 keeps none.")
@@ -158,18 +158,18 @@ class LRScheduler(Section):
     decay_steps: NonNegative | None = key(None, "Steps of decay, instead of decay_ratio.")
     decay_end_ratio: Fraction | None = key(None, "Fraction of the schedule after which the decay has ended; unset: 1.")
     decay_type: Literal["linear", "sqrt", "cosine", "rex", "polynomial", "inverse_sqrt", "constant"] = key(
-        "linear", "Shape of the decay; rex stays high for long and falls at the end, constant: none."
+        "linear", "Shape of the decay; rex stays high and falls late; constant does not decay."
     )
-    decay_power: PositiveFloat = key(1.0, "polynomial: the power of what is left of the decay.")
-    timescale: Positive | None = key(None, "inverse_sqrt: after 3 of these the rate is a half; unset: warmup steps.")
-    cycles: Positive = key(1, "How often the decay runs from the peak to its end: restarts and one.")
+    decay_power: PositiveFloat = key(1.0, "polynomial: exponent of the fraction of the decay that is left.")
+    timescale: Positive | None = key(None, "inverse_sqrt: the rate is halved after 3 x this many steps; unset: warmup.")
+    cycles: Positive = key(1, "How often the decay runs from the peak to its end: restarts plus one.")
     min_lr_factor: Fraction = key(0.0, "The decay ends at this fraction of the peak learning rate.")
     bend_on_resume: bool = key(
-        False, "Resume although this schedule would have given the last step another learning rate."
+        False, "Resume even if this schedule would have given the last step another learning rate."
     )
     include_ends: bool = key(False, "The first and the last step are the ends of the curve, as in one-cycle schedules.")
     momentum_range: MomentumRange | None = key(
-        None, "Lowest and highest momentum (Adam's beta1), which is lowest at the peak; unset: it stays as it is."
+        None, "Lowest and highest momentum (Adam's beta1), lowest where the rate peaks; unset: it is constant."
     )
 
     def warmup(self, total: int) -> int:
@@ -177,7 +177,7 @@ class LRScheduler(Section):
         return min(total, self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * total))
 
     def decay(self, total: int, rest: int) -> int:
-        """The steps of decay that are asked for in a schedule of `total` steps; `rest` where nothing is."""
+        """Return the requested steps of decay in a schedule of `total` steps, or `rest` if none were requested."""
         if self.decay_steps is not None:
             return self.decay_steps
         return rest if self.decay_ratio is None else round(total * self.decay_ratio)
@@ -195,7 +195,7 @@ class Training(Section):
         "next_token", "Predict each next token, or prefer the better answer of each pair (direct preference)."
     )
     dataset: Name | None = key(
-        "demo", '"demo", a registered source or a Hub dataset; a label with dataset_path. Unset above 100M parameters.'
+        "demo", '"demo", a registered source or a Hub dataset; with dataset_path a label. Unset above 100M parameters.'
     )
     dataset_path: Text | None = key(
         None, "Files, glob, folder, or prepared store to read; on the Hub: hf://datasets/owner/name/path."
@@ -231,10 +231,10 @@ class Training(Section):
     max_loss: PositiveFloat | None = key(None, "Stop the run after max_loss_steps steps in a row above this loss.")
     max_loss_steps: Positive = key(3, "Steps in a row above max_loss that stop the run.")
     unfrozen_parameters: list[Text] = key(
-        [], "Regular expressions of the Hugging Face names of weights to train; all others are frozen. Empty: all."
+        [], "Regular expressions for the Hugging Face names of weights to train; others are frozen. Empty: train all."
     )
     neftune_alpha: PositiveFloat | None = key(
-        None, "Noise on embeddings in training (NEFTune): up to this / sqrt(seq_len x dim) each; unset: none."
+        None, "Noise on embeddings in training (NEFTune), up to this / sqrt(seq_len x dim) per element; unset: none."
     )
     loss_chunk_tokens: NonNegative = key(0, "Tokens per chunk of the loss; 0 derives it from the sizes.")
 
@@ -246,10 +246,10 @@ class Training(Section):
 
 class Dpo(Section):
     beta: PositiveFloat = key(0.1, "How strongly the model is held to its reference.")
-    loss: Literal["sigmoid", "hinge", "ipo", "robust"] = key("sigmoid", "Loss of a pair's difference in log-odds.")
-    label_smoothing: Beta = key(0.0, "sigmoid, robust: chance that the two answers of a pair are swapped.")
+    loss: Literal["sigmoid", "hinge", "ipo", "robust"] = key("sigmoid", "Loss on a pair's difference in log-odds.")
+    label_smoothing: Beta = key(0.0, "sigmoid, robust: probability that the answers of a pair are swapped.")
     reference: Literal["auto", "base", "copy", "none"] = key(
-        "auto", "Frozen weights of LoRA (base), a frozen copy of the first weights, or none; auto: base with LoRA."
+        "auto", "LoRA's frozen weights (base), a frozen copy of the initial weights, or none; auto: base with LoRA."
     )
 
 
@@ -258,19 +258,19 @@ class Data(Section):
     validation_sources: SourceTables = key([], "The same for validation.")
     held_out: NonNegativeFloat = key(0.0, "Records kept for validation: a fraction below 1, or their number.")
     mixture: Literal["concatenate", "weights"] = key(
-        "concatenate", "Read every record once an epoch, or draw sources by their weight."
+        "concatenate", "Read every record once per epoch, or sample sources by their weight."
     )
     temperature: PositiveFloat = key(1.0, "weights: each weight is raised to the power 1 / temperature.")
-    packing: Literal["first_fit", "none"] = key("first_fit", "first_fit lets records share a row; none pads each.")
-    deduplicate: bool = key(False, "Leave out records whose tokens are those of an earlier one.")
-    excess_length: Literal["drop", "truncate", "raise"] = key("drop", "Records longer than seq_len.")
+    packing: Literal["first_fit", "none"] = key("first_fit", "first_fit packs records into rows; none pads each.")
+    deduplicate: bool = key(False, "Drop records whose tokens equal those of an earlier record.")
+    excess_length: Literal["drop", "truncate", "raise"] = key("drop", "What to do with records longer than seq_len.")
     min_length: Positive | None = key(None, "Records with fewer tokens are dropped.")
     shuffle: bool = key(True, "Read in a new random order each epoch.")
     chat_template: Name | None = key(
         None, 'Name, "tokenizer_default", "tokenizer_default_fallback_NAME" or "jinja"; unset: the tokenizer\'s.'
     )
     chat_template_jinja: Text | None = key(None, "Text of a template, or a file that holds it.")
-    chat_template_kwargs: dict[str, Any] = key({}, "Names that templates get, such as enable_thinking = false.")
+    chat_template_kwargs: dict[str, Any] = key({}, "Variables that templates get, such as enable_thinking = false.")
     default_system_message: Text | None = key(None, "System message of conversations that have none.")
     train_on_inputs: bool = key(False, "Train on prompts too, in formats with a prompt and an answer.")
     eot_tokens: list[Text] | None = key(None, "Tokens that end a turn; unset: the end-of-text token.")
@@ -292,25 +292,25 @@ class Parallelism(Section):
     disable_loss_parallel: bool = key(False, "Compute the loss from the whole output layer on every rank.")
     enable_sequence_parallel: bool = key(True, "Split norms and residuals over tensor-parallel ranks, by tokens.")
     data_parallel_mode: Literal["sync", "diloco", "async"] = key(
-        "sync", "How copies of the model meet: sum gradients every step, average weights now and then, or never wait."
+        "sync", "How model copies synchronize: sum gradients each step, average weights periodically, or never wait."
     )
     accumulation_sync: Literal["step", "micro_batch", "scatter"] = key(
-        "step", "Sum gradients once per step, each micro-batch, or (HSDP) scatter each and sum replicas once."
+        "step", "Sum gradients per step, per micro-batch, or (HSDP) reduce-scatter each and all-reduce replicas once."
     )
     overlap_gradient_reduction: bool = key(True, "Sum replicas' gradients during backward, not after it.")
     gradient_bucket_mib: PositiveFloat = key(25.0, "MiB of gradients in one all-reduce of replicas.")
     gradient_compression: Literal["none", "bfloat16", "int8", "topk", "powersgd"] = key(
-        "none", "How replicas exchange gradients: in full, rounded, the largest alone, or (DDP) as low-rank matrices."
+        "none", "How replicas exchange gradients: in full, rounded, only the largest, or (DDP) as low-rank matrices."
     )
     topk_fraction: Share = key(0.01, "Share of a bucket's gradients that topk sends.")
     powersgd_rank: Positive = key(4, "Rank of the matrices that powersgd sends.")
     fsdp_prefetch: NonNegative = key(1, "Decoder layers that FSDP gathers ahead; 0: one, and only in backward.")
     enable_async_tensor_parallel: bool = key(False, "Overlap tensor-parallel collectives with their matrix products.")
     async_tensor_parallel_backend: Literal["auto", "serial", "ring", "symmetric", "fused"] = key(
-        "auto", "How they overlap: auto measures each product at the start, other names force a backend."
+        "auto", "How they overlap: auto measures each product at the start; other names force a backend."
     )
     async_tensor_parallel_compare_freq: NonNegative = key(
-        10, "Every n-th logged step runs serially, to measure what async TP gains; 0: none does."
+        10, "Every n-th logged step runs serially, to measure what async TP gains; 0: never."
     )
     pipeline_parallel_degree: Positive = key(1, "Pipeline-parallel ranks.")
     module_fqns_per_model_part: list[list[Text]] | None = key(
@@ -334,15 +334,16 @@ class Parallelism(Section):
         "headtail", "How a sequence is split: headtail gives each rank an early and a late slice, none gives one."
     )
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = key(
-        "allgather", "How ranks see other slices: gather keys, pass them on (alltoall is ring), or exchange heads."
+        "allgather",
+        "How ranks see other slices: gather keys, pass them on (ring, alltoall), or exchange heads (ulysses).",
     )
     expert_parallel_degree: Positive = key(1, "Ranks that split the experts.")
     expert_tensor_parallel_degree: Positive = key(1, "Ranks that split each expert's matrices.")
     expert_parallel_comm_backend: Literal["standard", "all_to_all", "symmetric", "deepep"] = key(
-        "standard", "What sends tokens to experts; standard: all_to_all or symmetric, whichever is faster here."
+        "standard", "How tokens are sent to experts; standard: all_to_all or symmetric, whichever is faster here."
     )
     expert_parallel_dispatch_dtype: Literal["same", "float8"] = key(
-        "same", "Type in which tokens travel to experts; their results and all gradients keep theirs."
+        "same", "Type in which tokens are sent to experts; expert outputs and all gradients keep theirs."
     )
 
 
@@ -350,8 +351,8 @@ class Checkpoint(Section):
     enable: bool = key(False, "Save checkpoints, and resume from the latest one.")
     enable_ft_dataloader_checkpoints: bool = key(True, "Save the data position per replica group.")
     folder: Name = key("checkpoint", "Folder of the checkpoints, inside the run folder.")
-    interval: Positive = key(500, "Steps between checkpoints, or seconds as interval_type says.")
-    interval_type: Literal["steps", "seconds"] = key("steps", "What interval counts; seconds are those of rank 0.")
+    interval: Positive = key(500, "Steps, or seconds (interval_type), between checkpoints.")
+    interval_type: Literal["steps", "seconds"] = key("steps", "Unit of interval; rank 0 counts the seconds.")
     interval_ratio: Fraction | None = key(None, "Fraction of the run between checkpoints, instead of interval.")
     initial_load_path: Text | None = key(None, "Checkpoint (path, fsspec URL) or Hugging Face folder of a new run.")
     initial_load_model_only: bool = key(True, "Load only the weights from initial_load_path.")
@@ -360,10 +361,10 @@ class Checkpoint(Section):
     last_save_model_only: bool = key(False, "The last checkpoint holds only the weights.")
     last_save_in_hf: bool = key(False, "Write the last checkpoint in Hugging Face format.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Weight type of a model-only last save.")
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Background saves.")
     save_timeout_seconds: Positive = key(1800, "Longest time for one save; then the run ends and names the file.")
     keep_latest_k: NonNegative = key(10, "Checkpoints to keep; 0 keeps all.")
-    mirror: URL | None = key(None, "fsspec URL to which checkpoints are copied, and from which --resume fetches.")
+    mirror: URL | None = key(None, "fsspec URL to which checkpoints are copied, and from which --resume fetches them.")
     load_step: NonNegativeOrLatest = key(-1, "Step to resume from; -1 is the latest.")
     exclude_from_loading: list[Text] = key(
         [], "Parts that are not loaded: model, optimizer, lr_scheduler, dataloader, train_state."
@@ -384,9 +385,9 @@ class ActivationCheckpoint(Section):
         "none", "What to recompute in backward, or to keep in host memory until then."
     )
     selective_ac_option: EveryNth = key("2", "A number n recomputes every n-th decoder layer; op chooses by operation.")
-    offload_every: Positive = key(1, "offload: every n-th decoder layer's activations wait in host memory.")
+    offload_every: Positive = key(1, "offload: every n-th decoder layer's activations are kept in host memory.")
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[Text] = key(
-        ["moe.router.gate"], "With op: linears whose matrix shapes are always recomputed."
+        ["moe.router.gate"], "With op: linear layers whose matrix shapes are always recomputed."
     )
     early_stop: bool = key(False, "End a recomputation as soon as everything needed is recomputed.")
     memory_budget: Fraction = key(0.5, "memory_budget: fraction of the activations to keep.")
@@ -406,7 +407,7 @@ class Compile(Section):
 class Float8Linear(Section):
     enable_fsdp_float8_all_gather: bool = key(False, "Gather float8 weights instead of bfloat16 ones.")
     precompute_float8_dynamic_scale_for_fsdp: bool = key(
-        False, "Compute the factors of all weights at once, after each step."
+        False, "Compute the scales of all weights at once, after each step."
     )
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(None, "How scales are chosen.")
     filter_fqns: list[Text] = key([], "Modules that are not converted; auto_filter_small_kn skips small ones.")
@@ -420,8 +421,8 @@ class MXLinear(Section):
 
 
 class QuantizeLinear(Section):
-    float8: Float8Linear = key(Float8Linear(), "Float8 linears.")
-    mx: MXLinear = key(MXLinear(), "MX linears.")
+    float8: Float8Linear = key(Float8Linear(), "Float8 linear layers.")
+    mx: MXLinear = key(MXLinear(), "MX linear layers.")
 
 
 class Float8Grouped(Section):
@@ -445,29 +446,29 @@ class Quantize(Section):
 
 
 class Lora(Section):
-    enable: bool = key(False, "Train matrices of low rank beside frozen weights.")
+    enable: bool = key(False, "Train low-rank matrices beside frozen weights.")
     rank: Positive = key(16, "Rows of A and columns of B.")
-    alpha: PositiveFloat = key(16.0, "The product of A and B counts alpha / rank.")
+    alpha: PositiveFloat = key(16.0, "The product of A and B is scaled by alpha / rank.")
     rank_pattern: RankPattern = key(
-        {}, "Other ranks of some targets: regular expressions for the ends of their names; the first that fits counts."
+        {}, "Ranks of certain targets: regular expressions for the ends of their names; the first match counts."
     )
-    alpha_pattern: AlphaPattern = key({}, "Other alphas of some targets, in the same way.")
+    alpha_pattern: AlphaPattern = key({}, "Alphas of certain targets, in the same way.")
     bias: Literal["none", "all", "lora_only"] = key(
-        "none", "Train the biases that the model has, too: all of them, or those of targets."
+        "none", "Also train the model's biases: all of them, or only those of targets."
     )
-    dropout: Beta = key(0.0, "Share of what A reads that is set to zero in training.")
-    use_rslora: bool = key(False, "Count alpha / sqrt(rank) instead.")
-    use_dora: bool = key(False, "DoRA: also train the length of each row of the weight.")
+    dropout: Beta = key(0.0, "Fraction of A's input that is set to zero in training.")
+    use_rslora: bool = key(False, "Scale by alpha / sqrt(rank) instead.")
+    use_dora: bool = key(False, "DoRA: also train the magnitude of each row of the weight.")
     target_modules: list[Name] | Text = key(
         [], "Names or endings of modules, or one regular expression; empty: all linear layers of blocks."
     )
-    modules_to_save: list[Name] = key([], "Modules that are trained whole, such as embed_tokens or norm.")
-    layers: list[NonNegative] | None = key(None, "Numbers of the layers with targets; unset: all.")
+    modules_to_save: list[Name] = key([], "Modules that are trained in full, such as embed_tokens or norm.")
+    layers: list[NonNegative] | None = key(None, "Indices of the layers with targets; unset: all.")
     base_dtype: Literal["same", "nf4", "int8"] = key(
-        "same", "How frozen weights of linear layers are kept: as they compute, in 4 bits or in 8."
+        "same", "How frozen weights of linear layers are stored: in the compute type, in 4 bits or in 8."
     )
-    double_quantization: bool = key(True, "With nf4: keep the factors of blocks in 8 bits, too.")
-    adapter_path: Name | None = key(None, "Folder of an adapter in the format of peft to start from.")
+    double_quantization: bool = key(True, "With nf4: store the scales of blocks in 8 bits, too.")
+    adapter_path: Name | None = key(None, "Folder of a PEFT adapter to start from.")
     lr_ratio: PositiveFloat = key(1.0, "Learning rate of B over that of A (LoRA+).")
 
 
@@ -507,28 +508,28 @@ class FaultTolerance(Section):
     process_group_timeout_ms: Positive = key(10000, "Longest wait for another group in a step, which is then repeated.")
     replica_id: NonNegative = key(0, "Number of this replica group, from 0; everything else is the same in all groups.")
     group_size: NonNegative = key(
-        0, "Replica groups that training.global_batch_size = -1 is meant for; the batch stays fixed."
+        0, "Replica groups that training.global_batch_size = -1 assumes; the batch stays fixed."
     )
-    min_replica_size: Positive = key(1, "Fewest replica groups that train; fewer wait for others.")
+    min_replica_size: Positive = key(1, "Fewest replica groups that train; fewer wait for more.")
     semi_sync_method: Literal["diloco", "local_sgd"] | None = key(
-        None, "How workers are averaged now and then: diloco (the default of that mode), or a plain average."
+        None, "How workers are averaged periodically: diloco (the default of that mode), or a plain average."
     )
-    sync_steps: Positive = key(5, "Steps after which each fragment of the model is averaged again.")
-    num_fragments: Positive = key(1, "Runs of layers that are averaged one after the other, at even distances.")
+    sync_steps: Positive = key(5, "Steps between two averages of the same fragment of the model.")
+    num_fragments: Positive = key(1, "Groups of consecutive layers that are averaged in turn, at even intervals.")
     fragment_sync_delay: NonNegative = key(0, "Steps between sending a fragment and applying its average.")
     fragment_update_alpha: Fraction = key(0.0, "Share of a worker's own weights that stays when an average is applied.")
     should_quantize: bool = key(False, "Send changes in 8 bits.")
-    quantized_dtype: Literal["int8", "float8"] = key("int8", "Type in which they are sent then.")
+    quantized_dtype: Literal["int8", "float8"] = key("int8", "8-bit type of these changes.")
     outer_lr: PositiveFloat = key(0.7, "Learning rate with which the averaged change moves the global weights.")
     outer_momentum: Beta = key(0.9, "Nesterov momentum of these outer steps.")
     async_staleness: NonNegative = key(
-        2, "Steps by which a contribution of an asynchronous worker may be late; who would be farther ahead waits."
+        2, "Steps by which an asynchronous worker's contribution may be late; a worker farther ahead waits."
     )
     async_lr_power: Fraction = key(
-        0.5, "A contribution that is n steps late keeps (1 + n) to the power of minus this of the learning rate."
+        0.5, "A contribution that is n steps late has its learning rate divided by (1 + n) to this power."
     )
     async_late: Literal["wait", "drop"] = key(
-        "wait", "Wait for late workers, or let others make their contributions again and drop what comes later."
+        "wait", "Wait for late workers, or let others redo their contributions and drop those that come late."
     )
     async_late_seconds: PositiveFloat = key(60.0, "Seconds that a worker waits for others before they count as late.")
 
@@ -546,7 +547,7 @@ class Validation(Section):
     seq_len: Positive = key(2048, "Tokens per sequence.")
     freq: Positive = key(10, "Training steps between validations.")
     freq_ratio: Fraction | None = key(None, "Fraction of the run between validations, instead of freq.")
-    patience: Positive | None = key(None, "End the run after so many validations in a row without a lower loss.")
+    patience: Positive | None = key(None, "End the run after this many validations in a row without a lower loss.")
     steps: PositiveOrAll = key(-1, "Batches per data-parallel rank; -1 reads all.")
     dataloader: Dataloader = key(Dataloader(), "How batches are read.")
     dataset_text_field: Name = key("text", "Field of each record that holds the text.")
@@ -558,12 +559,12 @@ class Validation(Section):
 
 
 class TextGeneration(Section):
-    prompts: list[Text] = key([], "Texts that the model continues while it trains; none: no samples.")
-    freq: Positive = key(100, "Training steps between samples, which the first and the last step have too.")
+    prompts: list[Text] = key([], "Texts that the model continues while it trains; empty: no samples.")
+    freq: Positive = key(100, "Training steps between samples; the first and the last step have them too.")
     max_new_tokens: Positive = key(32, "Tokens of a sample; each is one forward pass of a training micro-batch.")
-    temperature: NonNegativeFloat = key(0.0, "0 takes the likeliest token; more spreads the draws.")
-    top_k: Positive | None = key(None, "Draw among so many of the likeliest tokens; unset: among all.")
-    seed: NonNegative = key(0, "Seed of the draws, the same for each sample.")
+    temperature: NonNegativeFloat = key(0.0, "0 takes the likeliest token; higher is more varied.")
+    top_k: Positive | None = key(None, "Sample from this many of the likeliest tokens; unset: from all.")
+    seed: NonNegative = key(0, "Seed of the sampling, the same for each sample.")
 
 
 class Debug(Section):
@@ -581,7 +582,7 @@ class Config(Section):
     profiling: Profiling = key(Profiling(), "Traces and memory snapshots.")
     metrics: Metrics = key(Metrics(), "What is logged, and where.")
     model: Model = key(Model(), "What is trained.")
-    hf_transformers: HFTransformers = key(HFTransformers(), "TorchTitan's experiment with the code of transformers.")
+    hf_transformers: HFTransformers = key(HFTransformers(), "TorchTitan's experiment that runs models of transformers.")
     optimizer: Optimizer = key(Optimizer(), "How weights are updated.")
     lr_scheduler: LRScheduler = key(LRScheduler(), "Learning rate over time.")
     training: Training = key(Training(), "Data, batch, length and precision.")
@@ -592,7 +593,7 @@ class Config(Section):
     activation_checkpoint: ActivationCheckpoint = key(ActivationCheckpoint(), "Recomputation that saves memory.")
     compile: Compile = key(Compile(), "torch.compile.")
     quantize: Quantize = key(Quantize(), "Low precision, switched on by model.converters.")
-    lora: Lora = key(Lora(), "LoRA: what is trained beside frozen weights.")
+    lora: Lora = key(Lora(), "LoRA: low-rank matrices beside frozen weights.")
     comm: Comm = key(Comm(), "Time limits and settings of communication.")
     memory_estimation: MemoryEstimation = key(MemoryEstimation(), "Memory estimates without a run.")
     fault_tolerance: FaultTolerance = key(FaultTolerance(), "Replica groups.")
@@ -604,7 +605,7 @@ class Config(Section):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _alias_notes: tuple[str, ...] = PrivateAttr(default=())
     _set: set[str] | None = PrivateAttr(default=None)  # the keys in _origins, and the tables that hold them
-    _checked_for: int | None = PrivateAttr(default=None)  # ranks, see rules.checked_layout
+    _checked_for: int | None = PrivateAttr(default=None)  # number of ranks, see check.checked_layout
 
     @property
     def alias_notes(self) -> tuple[str, ...]:
@@ -634,7 +635,7 @@ class Config(Section):
         return found
 
     def replace(self, changes: Mapping[str, Any], origin: str | None = "replace") -> Config:
-        """A copy with some keys changed, checked like any other config; without an origin, theirs stay as they are."""
+        """Return a checked copy with some keys changed; with `origin` None, the keys keep their origins."""
         from shardline.config.assemble import build_config
 
         unknown = [key for key in changes if key not in leaves()]

@@ -45,7 +45,7 @@ class SourceTable(Section):
 
     path: Name = Field(description="File, folder or glob; on the Hub owner/name, or hf://datasets/owner/name/path.")
     type: Text | PromptTable | None = _field("Format of the records, such as chat_template or alpaca; unset: tokens.")
-    split: Name | None = _field("Split, also a part of one: train[:10%]; unset: train.")
+    split: Name | None = _field("Split, or a part of one such as train[:10%]; unset: train.")
     name: Name | None = _field("Configuration of a Hub dataset.")
     data_files: list[Name] | Name | None = _field("Files inside the path to read.")
     revision: Name | None = _field("Commit, tag or branch of a Hub dataset.")
@@ -62,7 +62,7 @@ class SourceTable(Section):
     field_tools: Name | None = _field("chat_template: field with the tools; unset: tools.")
     field_thinking: Name | None = _field("Field of a message with the reasoning; unset: reasoning_content.")
     split_thinking: bool | None = _field("Take reasoning in tags such as <think> out of an answer's content.")
-    template_thinking_key: Name | None = _field("Name that the template has for it; unset: reasoning_content.")
+    template_thinking_key: Name | None = _field("The template's name for the reasoning; unset: reasoning_content.")
     field_prompt: Name | None = _field("Pairs: field with the prompt; unset: prompt.")
     field_chosen: Name | None = _field("Pairs: field with the better answer; unset: chosen.")
     field_rejected: Name | None = _field("Pairs: field with the worse answer; unset: rejected.")
@@ -121,7 +121,7 @@ def _unknown(table: Mapping[str, Any], model: type[Section], place: str) -> Iter
 
 
 def _counts(row: Any, table: Mapping[str, Any]) -> bool:
-    """Whether an error is reported here: unknown names are already, and a table need not be a string."""
+    """Whether to report this error: unknown names were reported already, and a table need not be a string."""
     if not row["loc"]:  # a name that is no text
         return False
     is_table = row["loc"][0] == "type" and isinstance(table["type"], Mapping)
@@ -133,7 +133,7 @@ def _problem(row: Any, place: str, table: Mapping[str, Any]) -> tuple[str, str]:
     name, value = str(row["loc"][0]), row["input"]
     model: type[Section] = SourceTable
     if row["type"] == "missing":
-        return place, f"{name} is missing: give a file, a folder, a glob or a Hub name"
+        return place, f"{name} is missing: set it to a file, a folder, a glob or a Hub name"
     if name == "type" and isinstance(table["type"], Mapping):
         place, name, model = f"{place}.type", str(row["loc"][-1]), PromptTable
     else:
@@ -143,7 +143,7 @@ def _problem(row: Any, place: str, table: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _together(place: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys that do not fit each other."""
+    """Report keys that do not fit together."""
     if ("shards" in table) != ("shards_idx" in table):
         missing = "shards_idx" if "shards" in table else "shards"
         yield f"{place}.{missing}", "is missing: shards and shards_idx belong together"

@@ -45,7 +45,7 @@ NonNegativeOrLatest = Annotated[int, *_number(0, "-1 or a whole number, 0 or mor
 NonNegativeFloat = Annotated[float, Field(ge=0), Expect("a finite number, 0 or more")]
 PositiveFloat = Annotated[float, Field(gt=0), Expect("a finite number above 0")]
 Fraction = Annotated[float, Field(ge=0, le=1), Expect("a number from 0 to 1")]
-Share = Annotated[float, Field(gt=0, le=1), Expect("a number above 0, 1 at most")]
+Share = Annotated[float, Field(gt=0, le=1), Expect("a number above 0, at most 1")]
 Beta = Annotated[float, Field(ge=0, lt=1), Expect("a number from 0 to below 1")]
 
 DecayRate = Annotated[float, Field(lt=0), Expect("a finite number below 0")]
@@ -94,7 +94,7 @@ def seconds_of(text: str) -> int | None:
 
 
 def _duration_text(value: Any) -> Any:
-    """The text of seconds or false given without quotes."""
+    """Turn seconds or false, given without quotes, into text; any other value stays."""
     if value is False or value == "false":
         return "0"
     return str(value) if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else value
@@ -174,7 +174,7 @@ def show(value: Any) -> str:
 
 
 def without_passwords(value: Any) -> Any:
-    """A value of a config whose URLs hold no passwords."""
+    """Return a config value with the passwords in its URLs masked."""
     if isinstance(value, str):
         return masked(value)
     if isinstance(value, list):

@@ -78,7 +78,7 @@ def _toml_key(name: str) -> str:
 
 
 def _keys_by_table() -> Iterator[tuple[str, list[str]]]:
-    """The tables that have keys of their own, with these."""
+    """Yield the tables that have keys of their own, with these keys."""
     for table in tables():
         if keys := [key for key in leaves() if key.rpartition(".")[0] == table]:
             yield table, keys
@@ -160,7 +160,7 @@ translated, with a note. Precedence: command line, then file, then what it exten
 - `extends = "base.toml"` at the top of a file inherits from a file beside it or from a preset. A list inherits from
   several; later ones take precedence.
 - `model.overrides` changes architecture fields of a flavor: `--model.overrides.n_layers=8`. A file or a flag that names
-  another model drops those of the model before, with a note.
+  another model drops those of the previous model, with a note.
 - YAML files with the same sections and keys work too. An empty value (`steps:`, `steps: null`) unsets a key that can be
   unset. For any other key it means the default, and for an override the flavor's own value; a note reports it.
 - `shardline config` marks a key whose feature is not built yet; `shardline train` refuses it and names it.

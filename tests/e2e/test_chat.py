@@ -94,8 +94,8 @@ def test_a_bad_record_ends_a_run_with_its_place(tmp_path, capsys, line, message)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--training.dataset_path=x"], "data.sources: the records of data.sources take the place of training.dataset"),
-        (["--data.held_out=0"], "no record is named for validation"),
+        (["--training.dataset_path=x"], "data.sources: it replaces training.dataset"),
+        (["--data.held_out=0"], "no records are named for validation"),
         (["--data.held_out=1.5"], "expected a fraction below 1 or a whole number of records, got 1.5"),
         (["--data.mixture=weights", "--data.no_shuffle"], "data.shuffle"),
         (['--data.validation_sources=[{path="demo"}]'], "already names the records to validate on"),

@@ -245,11 +245,11 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, how: str
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--data.sources=[]"], "'dpo' compares the two answers of a pair, and text has none; name records with pairs"),
-        (["--dpo.reference=base"], "dpo.reference: only LoRA has frozen weights beside those that are trained"),
+        (["--data.sources=[]"], "'dpo' compares the two answers of a pair, and plain text has none; name records"),
+        (["--dpo.reference=base"], "dpo.reference: only LoRA has frozen weights beside the trained ones"),
         (
             ["--dpo.reference=base", "--lora.enable", "--lora.modules_to_save=['norm']"],
-            "dpo.reference: lora.modules_to_save = ['norm'] are trained whole, and change",
+            "dpo.reference: lora.modules_to_save = ['norm'] are trained in full, so they change",
         ),
         (["--dpo.loss=robust", "--dpo.label_smoothing=0.5"], "'robust' divides by 1 - 2 x label_smoothing"),
         (["--dpo.loss=kto"], "dpo.loss: expected"),

@@ -52,14 +52,14 @@ def words(folder, moe=EXPERTS, **keys):
         (
             4,
             EXPERTS,
-            "expert_parallel_degree = 4: 6 experts cannot be shared evenly by 4 ranks; degrees that fit: 1, 2",
+            "expert_parallel_degree = 4: 6 experts cannot be divided evenly among 4 ranks; degrees that fit: 1, 2",
         ),
-        (4, {**EXPERTS, "n_experts": 2}, "2 experts cannot be shared evenly by 4 ranks; degrees that fit: 1, 2"),
+        (4, {**EXPERTS, "n_experts": 2}, "2 experts cannot be divided evenly among 4 ranks; degrees that fit: 1, 2"),
         (2, None, "expert_parallel_degree = 2: the model has no experts"),
         (2, {**EXPERTS, "top_k": 7}, "model.overrides.moe: top_k (7) must not exceed n_experts (6)"),
         (2, {**EXPERTS, "n_groups": 4}, "model.overrides.moe: n_groups (4) must divide n_experts (6)"),
         (2, {**EXPERTS, "topk": 3}, "model.overrides.moe.topk: there is no such field, did you mean 'top_k'?"),
-        (2, {"top_k": 3}, "model.overrides.moe.n_experts: must be given: the flavor has no moe to change"),
+        (2, {"top_k": 3}, "model.overrides.moe.n_experts: is required: the flavor has no moe to change"),
     ],
 )
 def test_experts_that_do_not_fit(tmp_path, capsys, degree, moe, said):

@@ -45,7 +45,7 @@ def test_a_wheel_trains_outside_the_repository(installed, tmp_path):
     data = [f"--{part}.dataset_path={text}" for part in ("training", "validation")]
     run(program, "train", "--preset=text", *data, "--training.steps=1", "--job.dump_folder=text", **outside)
     assert [row["step"] for row in rows(tmp_path / "text") if "loss" in row] == [1]
-    assert "finetune\n  Go on training a Hugging Face" in run(program, "config", "--presets", **outside)
+    assert "finetune\n  Continue training a Hugging Face" in run(program, "config", "--presets", **outside)
     words = ["train", "--preset", "demo", "--training.steps", "2"]
     assert "run folder" in run(program, *words, **outside)
     (folder,) = (tmp_path / "outputs").iterdir()

@@ -31,7 +31,7 @@ def adapter(reader: Reader) -> None:
     if kind in (None, ""):
         for name in ("load_in_4bit", "load_in_8bit"):
             if reader.on(name):
-                reader.problem(name, "a quantized base is trained with an adapter only; set adapter: qlora or lora")
+                reader.problem(name, "a quantized base needs an adapter; set adapter: qlora or lora")
         for name in OF_ADAPTERS:
             if reader.has(name):
                 reader.idle(name, "adapter is empty: every weight is trained")
@@ -40,9 +40,9 @@ def adapter(reader: Reader) -> None:
         reader.problem("adapter", f"expected 'lora', 'qlora' or nothing, got {kind!r}")
         return
     if kind == "qlora" and not four:
-        reader.problem("adapter", "qlora needs load_in_4bit: true; adapter: lora has a base in full")
+        reader.problem("adapter", "qlora needs load_in_4bit: true; adapter: lora has a base in full precision")
     if four and eight:
-        reader.problem("load_in_8bit", "given together with load_in_4bit; give one of them")
+        reader.problem("load_in_8bit", "conflicts with load_in_4bit; set only one of them")
     reader.set("lora.enable", True, "adapter")
     if four or eight:
         name = "load_in_4bit" if four else "load_in_8bit"
@@ -114,16 +114,16 @@ def _quantization(reader: Reader) -> None:
 
 
 def _peft(reader: Reader, coded: bool) -> None:
-    """`peft` as a table: another library's 4 or 8 bits, which here are the same as those of load_in_4bit."""
+    """`peft` as a table: 4 or 8 bits by another library, which here mean the same as load_in_4bit."""
     given = reader.below("peft", reader.get("peft", table, {}))
     kind = given.get("weight_dtype", choice("nf4", "int8"))
     for name in given.values:
         if name in ("backend", "group_size"):
-            given.idle(name, "the frozen weights are coded here")
+            given.idle(name, "Shardline quantizes the frozen weights itself")
         elif name != "weight_dtype":
-            given.problem(name, "is refused: only weight_dtype is known; A is drawn, B is zero")
+            given.problem(name, "is refused: only weight_dtype is known; A is random, B is zero")
     if kind is not None and coded:
-        given.problem("weight_dtype", "given together with load_in_4bit or load_in_8bit; give one of them")
+        given.problem("weight_dtype", "conflicts with load_in_4bit or load_in_8bit; set only one of them")
     elif kind is not None:
         given.set("lora.base_dtype", kind, "weight_dtype")
 

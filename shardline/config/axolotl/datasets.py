@@ -11,7 +11,7 @@ from shardline.registry import nearest
 
 FILE_FORMATS = ("json", "jsonl", "parquet", "text", "arrow", "csv")  # also names of readers: path: json
 IDLE = {
-    "trust_remote_code": "no code of a dataset is run",
+    "trust_remote_code": "code in a dataset is never run",
     "preprocess_shards": "data is tokenized piece by piece",
     "input_format": "type names the format",
     "step_separator": "it belongs to process_reward_model",
@@ -50,9 +50,9 @@ def data(reader: Reader) -> None:
     """The sources, their packing, and what is held out of them."""
     pretraining = reader.has("pretraining_dataset")
     if not pretraining and not reader.has("datasets"):
-        reader.problem("datasets", "is missing: give datasets or pretraining_dataset")
+        reader.problem("datasets", "is missing: set datasets or pretraining_dataset")
     if pretraining and reader.has("datasets"):
-        reader.problem("pretraining_dataset", "given together with datasets; give one of them")
+        reader.problem("pretraining_dataset", "conflicts with datasets; set only one of them")
     elif pretraining:
         _sources(reader, "pretraining_dataset", "data.sources")
     else:
@@ -83,7 +83,7 @@ def _template(reader: Reader) -> str | None:
 
 
 def _tokens(reader: Reader) -> None:
-    """Special tokens, and plain ones to add; a table of `tokens` names special ones, as it did in older versions."""
+    """Read special tokens, and plain ones to add; `tokens` as a table names special ones, as in older versions."""
     named: dict[str, Any] = {}
     for name in ("tokens", "special_tokens"):
         if name == "tokens" and not isinstance(reader.get(name), Mapping):
@@ -101,7 +101,7 @@ def _special_tokens(value: Any) -> dict[str, Any]:
 def _sources(reader: Reader, name: str, native: str) -> None:
     given = reader.get(name)
     rows = [{"path": row} if isinstance(row, str) else row for row in (given if isinstance(given, list) else [given])]
-    reader.values[name] = rows  # a path alone, and a table alone, are lists of one
+    reader.values[name] = rows  # a single path or table is a list of one
     found: list[dict[str, Any]] = []
     for number_, row in enumerate(reader.get(name, tables, [])):
         entry = reader.below(f"{name}.{number_}", row)
@@ -148,7 +148,7 @@ def _entry(entry: Reader, pretraining: bool) -> list[tuple[dict[str, Any], dict[
 
 
 def _pretraining(entry: Reader, source: dict[str, Any]) -> None:
-    """Plain texts; records that are skipped are those before a split."""
+    """Read plain texts; `skip` becomes a split that begins later."""
     if source.get("type", "pretrain") == "pretrain":
         source["type"] = "completion"
     if entry.has("text_column"):
@@ -178,7 +178,7 @@ def _named_type(entry: Reader, source: dict[str, Any]) -> None:
         entry.idle("conversation", f"type is {kind}")
     elif conversation is not None and "chat_template" not in source:
         if conversation not in CONVERSATIONS:
-            entry.problem("conversation", f"{conversation!r}: give a chat_template ({', '.join(CONVERSATIONS)})")
+            entry.problem("conversation", f"{conversation!r}: set a chat_template ({', '.join(CONVERSATIONS)})")
         else:
             source["chat_template"] = CONVERSATIONS[conversation]
 

@@ -1,4 +1,4 @@
-"""ZeRO settings of a DeepSpeed JSON file, or of a table in the YAML file, as the FSDP settings that they mean.
+"""Translates ZeRO settings of a DeepSpeed JSON file, or of a table in the YAML file, into FSDP settings.
 
     stage 0       every rank has a copy (DDP)
     stage 1, 2    parameters stay gathered between forward and backward: fsdp_reshard_after_forward = "never"
@@ -18,15 +18,15 @@ from shardline.registry import nearest
 
 AUTO = "auto"
 _BUCKETS = "buckets and overlap are FSDP's own"
-_OPTIMIZER = "the YAML file gives it"
+_OPTIMIZER = "the YAML file sets it"
 IDLE = {
     **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _OPTIMIZER),
     **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "dump_state"), "metrics are logged here"),
     **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), "every optimizer is sharded"),
     **dict.fromkeys(("communication_data_type", "prescale_gradients"), "gradients are summed in float32"),
     **dict.fromkeys(("data_types", "amp", "sparse_gradients", "disable_allgather"), "gradients are summed in float32"),
-    **dict.fromkeys(("compile", "comms_logger", "flops_profiler", "tensorboard", "wandb"), "the YAML file gives it"),
-    **dict.fromkeys(("activation_checkpointing", "tensor_parallel", "checkpoint"), "the YAML file gives it"),
+    **dict.fromkeys(("compile", "comms_logger", "flops_profiler", "tensorboard", "wandb"), "the YAML file sets it"),
+    **dict.fromkeys(("activation_checkpointing", "tensor_parallel", "checkpoint"), "the YAML file sets it"),
 }
 _BUCKET_KEYS = (
     *("overlap_comm", "contiguous_gradients", "sub_group_size", "reduce_bucket_size", "allgather_bucket_size"),
@@ -41,11 +41,11 @@ ZERO_IDLE = {
     **dict.fromkeys(("stage3_gather_fp16_weights_on_model_save",), "checkpoints have one format"),
 }
 NOT_BUILT = {
-    "zero_hpz_partition_size": "copies of a sharded model are dp_replicate_size",
-    "zero_quantized_weights": "weights travel in their own type",
-    "zero_quantized_nontrainable_weights": "weights travel in their own type",
+    "zero_hpz_partition_size": "dp_replicate_size sets the copies of a sharded model",
+    "zero_quantized_weights": "weights are sent in their own type",
+    "zero_quantized_nontrainable_weights": "weights are sent in their own type",
     "zero_quantized_gradients": "gradients are summed in float32",
-    "mics_shard_size": "copies of a sharded model are dp_replicate_size",
+    "mics_shard_size": "dp_replicate_size sets the copies of a sharded model",
 }
 # Files that come with Axolotl: name -> ZeRO stage, whether parameters and optimizer are in host memory
 SHIPPED = {
@@ -61,7 +61,7 @@ SHIPPED = {
 
 
 def translate(reader: Reader) -> int | None:
-    """Set what the file means; returns its ZeRO stage, None where it cannot be read."""
+    """Set the keys that the file stands for; return its ZeRO stage, or None if it cannot be read."""
     given = _read(reader)
     if given is None:
         return None
@@ -93,7 +93,7 @@ def _read(reader: Reader) -> dict[str, Any] | None:
     found = next((name for name in (path, beside) if os.path.isfile(name)), None)
     if found is None and stem in SHIPPED:
         stage, offloads = SHIPPED[stem]
-        reader.note("deepspeed", f"{path} is not here; Axolotl's file of that name is ZeRO stage {stage}")
+        reader.note("deepspeed", f"{path} does not exist; Axolotl's file of that name is ZeRO stage {stage}")
         offload = {"device": "cpu"} if offloads else None
         return {"zero_optimization": {"stage": stage, "offload_param": offload}}
     try:
@@ -117,7 +117,7 @@ def _only_auto(config: Reader, name: str) -> None:
     options = config.below(name, config.get(name, table, {})).get("params", table, {})
     fixed = [option for option, value in options.items() if value != AUTO]
     if fixed:
-        config.problem(name, f"{', '.join(fixed)}: give numbers in the YAML file; here only 'auto' is read")
+        config.problem(name, f"{', '.join(fixed)}: set numbers in the YAML file; here only 'auto' is read")
     else:
         config.idle(name, _OPTIMIZER)
 

@@ -126,7 +126,7 @@ class Reader:
         return bool(self.get(name, switch, False))
 
     def set(self, native: str, value: Any, name: str) -> None:
-        """Give a native key its value, which comes from the key `name`."""
+        """Set a native key to a value that comes from the key `name`."""
         self.out.values[native] = value
         self.out.places[native] = self.place(name) if self.has(name) else f"{self.file.path}: {DEFAULT} {name}"
 
@@ -148,7 +148,7 @@ class Reader:
     def together(self, name: str, other: str) -> bool:
         """Whether two keys that exclude each other are both given, which is a problem."""
         if self.has(name) and self.has(other):
-            self.problem(name, f"given together with {other}; give one of them")
+            self.problem(name, f"conflicts with {other}; set only one of them")
             return True
         return False
 

@@ -75,7 +75,7 @@ def _cadence(reader: Reader, native: str, per_epoch: str, steps: str, strategy: 
 
 
 def resuming(reader: Reader) -> None:
-    """A checkpoint of another run to go on from; a run's own is found without any key."""
+    """Continue from a checkpoint of another run; a run finds its own checkpoints without any key."""
     given = reader.get("resume_from_checkpoint")
     if given in (None, False, True, ""):
         return

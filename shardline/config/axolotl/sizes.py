@@ -1,8 +1,8 @@
 """Axolotl's keys of distribution: how many ranks replicate and shard the model, and what sharding frees or offloads.
 
 Axolotl's rule for the ranks: tensor, context and expert sizes are divided out first, then the two data sizes; what is
-left over shards, or, where `dp_shard_size` is given, replicates. Without any size, FSDP and ZeRO shard over all ranks;
-without those, every rank has a copy (DDP). Its expert axis lies beside dp_shard_size, ours inside it:
+left over shards or, where `dp_shard_size` is set, replicates. Without any size, FSDP and ZeRO shard over all ranks;
+without those, every rank has a copy (DDP). Its expert axis is separate from dp_shard_size, Shardline's is a part of it:
 
     expert_parallel_size 4, dp_shard_size 2   ->   data_parallel_shard_degree 8, expert_parallel_degree 4
 """
@@ -36,9 +36,9 @@ _WRAP = "each decoder layer is sharded by itself"
 _FORMAT = "checkpoints have one format, which every layout reads"
 _OVERLAP = "gathering ahead is parallelism.fsdp_prefetch"
 FSDP_IDLE = {
-    "version": "sharding is FSDP2's",
-    "sync_module_states": "each rank reads only the rows it holds",
-    "cpu_ram_efficient_loading": "each rank reads only the rows it holds",
+    "version": "sharding is always FSDP2",
+    "sync_module_states": "each rank reads only its own rows",
+    "cpu_ram_efficient_loading": "each rank reads only its own rows",
     "cpu_offload_pin_memory": "host memory is page-locked where there is a GPU",
     "use_orig_params": "parameters are never flattened",
     "state_dict_type": _FORMAT,
@@ -74,7 +74,7 @@ def distribution(reader: Reader) -> None:
     stage = None
     if reader.get("deepspeed"):
         if fsdp:
-            reader.problem("deepspeed", "given together with FSDP (fsdp, fsdp_config); give one of them")
+            reader.problem("deepspeed", "conflicts with FSDP (fsdp, fsdp_config); set only one of them")
         stage = deepspeed.translate(reader)
     _degrees(reader, shards=fsdp or version is not None or bool(stage))
 
@@ -125,7 +125,7 @@ def _context_table(reader: Reader) -> int | None:
     given = reader.below("context_parallel", reader.get("context_parallel", table, {}))
     for name in given.values:
         if name not in ("size", "backend"):
-            given.idle(name, "slices are balanced, and the kernel of attention is chosen here")
+            given.idle(name, "slices are balanced, and Shardline chooses the attention kernel")
     backend = given.get("backend", choice("auto", "ulysses", "ring"))
     if backend in ("ulysses", "ring"):
         given.set("parallelism.context_parallel_rotate_method", backend, "backend")
@@ -151,15 +151,15 @@ def _fsdp_list(reader: Reader) -> None:
         elif word == "offload":
             reader.set("training.enable_cpu_offload", True, "fsdp")
         elif word != "auto_wrap":
-            reader.problem("fsdp", f"{word!r}: expected full_shard, shard_grad_op, offload or auto_wrap; copies of a"
-                           " sharded model are dp_replicate_size")  # fmt: skip
+            reader.problem("fsdp", f"{word!r}: expected full_shard, shard_grad_op, offload or auto_wrap;"
+                           " dp_replicate_size sets the copies of a sharded model")  # fmt: skip
 
 
 def _fsdp_config(reader: Reader, version: int | None) -> None:
     """The sub-keys, with and without the prefix `fsdp_` of FSDP1."""
     config = reader.below("fsdp_config", reader.get("fsdp_config", table, {}))
     if version is None and not {"version", "fsdp_version"} & config.values.keys():
-        reader.note("fsdp_config", "it has no version, which Axolotl takes for FSDP1; here sharding is FSDP2's")
+        reader.note("fsdp_config", "it has no version, which Axolotl reads as FSDP1; here sharding is always FSDP2")
     for name in config.values:
         plain = name.removeprefix("fsdp_")
         if plain not in FSDP_KEYS:
@@ -193,7 +193,7 @@ def _reshard(config: Reader, name: str) -> None:
         if str(value).upper() in STRATEGIES:
             return STRATEGIES[str(value).upper()]
         if name.endswith("sharding_strategy"):
-            raise ValueError("FULL_SHARD or SHARD_GRAD_OP (copies of a sharded model are dp_replicate_size)")
+            raise ValueError("FULL_SHARD or SHARD_GRAD_OP (dp_replicate_size: copies of a sharded model)")
         return "always" if switch(value) else "never"
 
     if (when := config.get(name, read)) is not None:

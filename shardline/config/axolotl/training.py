@@ -16,7 +16,7 @@ MODEL_FIELDS = {
     "num_hidden_layers": "n_layers",
     "rope_scaling": "rope_scaling",
 }
-_TOKENS, _TYPES = "special tokens are those of special_tokens", "types are those of bf16, fp16 and float32"
+_TOKENS, _TYPES = "special_tokens sets special tokens", "bf16, fp16 and float32 set types"
 IDLE_FIELDS = {
     "output_router_logits": "--model.overrides.moe.aux_loss_coeff adds the loss that balances experts",
     "use_cache": "training has no cache",
@@ -40,7 +40,7 @@ def model(reader: Reader) -> None:
     for name in ("model_type", "type_of_model"):
         kind = reader.get(name, text, "AutoModelForCausalLM")
         if kind.endswith("ForConditionalGeneration"):
-            reader.note(name, "of a model with images, the text model is trained")
+            reader.note(name, "this is a model with images: only its text model is trained")
         elif not kind.endswith(("ForCausalLM", "LMHeadModel")):
             reader.problem(name, f"expected a causal language model such as AutoModelForCausalLM, got {kind!r}")
     overrides = {}
@@ -53,7 +53,7 @@ def model(reader: Reader) -> None:
                 overrides[native] = _rope_scaling(value) if native == "rope_scaling" else value
             else:
                 known = ", ".join(MODEL_FIELDS)
-                reader.problem(name, f"{field}: only {known} are changed; --model.overrides has the other fields")
+                reader.problem(name, f"{field}: only {known} can be set here; --model.overrides sets other fields")
         if overrides and reader.has(name):
             reader.set("model.overrides", overrides, name)
 
@@ -98,11 +98,11 @@ def length(reader: Reader) -> None:
         return
     reader.set("training.steps", steps, "max_steps")
     if reader.has("num_epochs"):
-        reader.note("num_epochs", "gives only how often saves_per_epoch and evals_per_epoch come: max_steps is given")
+        reader.note("num_epochs", "only sets how often saves_per_epoch and evals_per_epoch happen: max_steps is set")
 
 
 def precision(reader: Reader) -> None:
-    """Types of computing; weights are stored in float32 unless `bfloat16: true` asks for less."""
+    """Set the compute type; weights are stored in float32 unless `bfloat16: true` asks for less."""
     half = reader.get("bf16", choice("auto", "full", True, False))
     pure = reader.get("bfloat16", choice("auto", True, False), False) is True  # auto leaves it to the device
     if reader.on("fp16") and half in (None, False):
@@ -140,13 +140,13 @@ def weights(reader: Reader) -> None:
             reader.set("training.neftune_alpha", alpha, name)
     kind, options = reader.get("model_quantization_config", text), reader.get("model_quantization_config_kwargs", table)
     if kind == "Mxfp4Config" and (options or {}).get("dequantize") is True:
-        reason = "weights in MXFP4 are read as what they stand for"
+        reason = "weights in MXFP4 are dequantized when they are read"
         reader.idle("model_quantization_config", reason)
         reader.idle("model_quantization_config_kwargs", reason)
     elif kind is not None:
         reader.problem(
             "model_quantization_config",
-            f"{kind}: weights are trained in full, or in 4 bits with load_in_4bit; Mxfp4Config needs"
+            f"{kind}: weights are trained in full precision, or in 4 bits with load_in_4bit; Mxfp4Config needs"
             " model_quantization_config_kwargs: {dequantize: true}",
         )
     elif options:
@@ -175,11 +175,11 @@ def memory(reader: Reader) -> None:
     if attention == "fp8":
         reader.problem("attn_implementation", "attention is exact: there is no 'fp8'; remove the key")
     elif attention is not None:
-        reader.idle("attn_implementation", "the kernel of attention is chosen here")
+        reader.idle("attn_implementation", "Shardline chooses the attention kernel")
 
 
 def profiler(reader: Reader) -> None:
-    """A trace of some steps; it is repeated with the same distance."""
+    """Record a trace of some steps, again and again at the same distance."""
     if not (steps := reader.get("profiler_steps", whole)):
         return
     reader.set("profiling.enable_profiling", True, "profiler_steps")
@@ -208,7 +208,7 @@ def objective(reader: Reader) -> None:
     if len(losses) != 1 or losses[0] not in DPO_LOSSES:
         reader.problem("dpo_loss_type", f"expected one of {', '.join(DPO_LOSSES)}, got {losses!r}")
     elif kind == "ipo" and losses != ["ipo"]:
-        reader.problem("dpo_loss_type", f"given together with rl: ipo, got {losses!r}; give one of them")
+        reader.problem("dpo_loss_type", f"conflicts with rl: ipo, got {losses!r}; set only one of them")
     else:
         reader.set("dpo.loss", losses[0], "dpo_loss_type" if reader.has("dpo_loss_type") else "rl")
 

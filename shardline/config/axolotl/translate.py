@@ -43,7 +43,7 @@ def translate(file: ConfigFile) -> Translation:
         if value is not None:
             reader.set(to.native, value, name)
     if not reader.has(MARK):
-        reader.problem(MARK, "is empty: give the folder of a model")
+        reader.problem(MARK, "is empty: set it to the folder of a model")
     if not reader.has("learning_rate"):
         reader.problem("learning_rate", "is missing")
     for part in (training, update, datasets, adapter, sizes, saving):
@@ -62,7 +62,7 @@ def _sort(reader: Reader, name: str, value: Any) -> None:
         reader.idle(name, WITHOUT_EFFECT[name])
     elif name not in REFUSED:
         close = nearest(name, known_keys())
-        reader.problem(name, f"Axolotl has no such key, and would drop it in silence{close}")
+        reader.problem(name, f"Axolotl has no such key, and would drop it silently{close}")
     elif value not in OFF and value not in ([], {}):
         reader.problem(name, f"{show(value)} is refused: {REFUSED[name]}")
 
@@ -80,7 +80,7 @@ def _plugins(reader: Reader) -> None:
 
 
 def _lists(reader: Reader) -> None:
-    """The lines that say what became of the keys, before the notes about single ones."""
+    """Put the lines that say what became of the keys before the notes about single keys."""
     out, path = reader.out, reader.file.path
     known = [name for name in map(str, reader.file.tables) if name not in out.idle and name not in WITHOUT_EFFECT]
     given = [name for name in known if reader.has(name)]

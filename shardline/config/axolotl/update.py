@@ -34,7 +34,7 @@ SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}  # of transf
 
 
 def _only(*values: Any) -> Callable[[Any], Any]:
-    """An option that may be given with the value that it has anyway."""
+    """Accept an option only with a value that it has anyway."""
 
     def read(value: Any) -> None:
         if value not in values:
@@ -163,7 +163,7 @@ def _set_options(reader: Reader, name: str, given: dict[str, Any]) -> None:
 
 
 def _one_cycle(reader: Reader, put: Callable[[str, Any], None], given: dict[str, Any]) -> None:
-    """What torch's OneCycleLR has by itself, momentum included, as Axolotl leaves it."""
+    """Set the defaults of torch's OneCycleLR, momentum included, which Axolotl does not change."""
     numbers = {**ONE_CYCLE, **given}
     put("warmup_start_factor", 1 / numbers["div_factor"])
     put("min_lr_factor", 1 / (numbers["div_factor"] * numbers["final_div_factor"]))
@@ -180,12 +180,12 @@ def _one_cycle(reader: Reader, put: Callable[[str, Any], None], given: dict[str,
         return
     put("momentum_range", [numbers["base_momentum"], numbers["max_momentum"]])
     if _optimizer_name(reader) == "adafactor":
-        words = "one_cycle changes the momentum, which adafactor has not"
+        words = "one_cycle changes the momentum, which adafactor does not have"
         reader.problem("lr_scheduler", f"{words}; set lr_scheduler_kwargs: {{cycle_momentum: false}}")
 
 
 def _cosine_options(reader: Reader, name: str) -> None:
-    """Keys that Axolotl reads with its own schedules only; a ratio of 0 is off, as there."""
+    """Keys that Axolotl reads only with its own schedules; a ratio of 0 is off, as in Axolotl."""
     lowest, constant = reader.get("cosine_min_lr_ratio", number), reader.get("cosine_constant_lr_ratio", number)
     quadratic = reader.on("lr_quadratic_warmup") and name == "cosine"
     of_cosine = f"lr_scheduler is {name}"
@@ -197,7 +197,7 @@ def _cosine_options(reader: Reader, name: str) -> None:
         reader.set("lr_scheduler.decay_end_ratio", constant, "cosine_constant_lr_ratio")
     elif constant is not None:
         off = "lr_quadratic_warmup takes its place" if quadratic else of_cosine
-        off = "cosine_min_lr_ratio is not given" if name == "cosine" and not quadratic else off
+        off = "cosine_min_lr_ratio is not set" if name == "cosine" and not quadratic else off
         reader.idle("cosine_constant_lr_ratio", "it is 0" if not constant else off)
     if quadratic:
         reader.set("lr_scheduler.warmup_type", "quadratic", "lr_quadratic_warmup")
@@ -217,7 +217,7 @@ class NativeOptimizer(NamedTuple):
 
 
 _PAGED = "its state is not paged; training.enable_cpu_offload keeps it in host memory"
-_WIDER = "moments take 8 bits, the fewest there are"
+_WIDER = "moments take 8 bits, the smallest size there is"
 _OPTIMIZERS: dict[NativeOptimizer, str] = {
     NativeOptimizer("AdamW"): "adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla adamw_torch_npu_fused"
     " adamw_apex_fused optimi_adamw flash_adamw",
@@ -236,7 +236,7 @@ _OPTIMIZERS: dict[NativeOptimizer, str] = {
 OPTIMIZERS = {name: choice for choice, names in _OPTIMIZERS.items() for name in names.split()}
 _PROJECTED = "gradients are not projected; adafactor or adamw_torch_8bit need as little memory"
 _TWO_SETS = "it trains other weights than it evaluates; use adamw_torch with a schedule"
-_EARLY = "optimizer.early_step_in_backward frees gradients as it does, with AdamW"
+_EARLY = "optimizer.early_step_in_backward frees gradients in the same way, with AdamW"
 _ROUNDED = "sums of bfloat16 weights are not compensated; use adamw_torch with weights in float32"
 _OWN = "it is not built; experimental.custom_import can register it"
 _REFUSED: dict[str, str] = {

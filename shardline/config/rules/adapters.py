@@ -22,14 +22,14 @@ REFUSED: list[Rule] = [
     refuse(
         "lora.base_dtype",
         lambda c: _keeps_codes(c) and c.parallelism.enable_async_tensor_parallel,
-        "products that overlap their communication would keep the weights that codes stand for until backward",
+        "overlapped products would keep the dequantized weights until backward",
         remedy='set it to "same", or parallelism.enable_async_tensor_parallel = false',
     ),
     refuse(
         "training.unfrozen_parameters",
         lambda c: c.lora.enable and bool(c.training.unfrozen_parameters),
         "LoRA freezes every weight that it does not name",
-        remedy="name weights that are trained whole in lora.modules_to_save, or set lora.enable = false",
+        remedy="name weights to train in full in lora.modules_to_save, or set lora.enable = false",
     ),
 ]
 
@@ -37,7 +37,7 @@ IDLE: list[Rule] = [
     idle_without("lora.enable", "lora."),
     idle_unless("lora.base_dtype", ["nf4"], "lora.double_quantization"),
     idle(
-        "lora.adapter_path says what is trained",
+        "the adapter in lora.adapter_path decides what is trained",
         lambda c: c.lora.adapter_path is not None,
         *below("lora", "rank alpha rank_pattern alpha_pattern bias use_rslora use_dora"),
         *below("lora", "target_modules modules_to_save layers"),

@@ -33,7 +33,7 @@ INTERVAL: list[Rule] = [
         "checkpoint.interval_ratio",
         lambda c: c.checkpoint.interval_type == "seconds" and c.checkpoint.interval_ratio is not None,
         "is a fraction of the steps, and checkpoint.interval_type is 'seconds'",
-        "give checkpoint.interval",
+        "set checkpoint.interval",
     ),
 ]
 
@@ -52,7 +52,7 @@ IDLE: list[Rule] = [
         "checkpoint.export_dtype",
     ),
     idle(
-        "checkpoint.initial_load_path is not given",
+        "checkpoint.initial_load_path is not set",
         lambda c: c.checkpoint.initial_load_path is None,
         "checkpoint.initial_load_model_only",
     ),

@@ -22,7 +22,7 @@ from shardline.config.schema import Config
 from shardline.config.sources import SOURCE_LISTS
 
 TEXT_KEYS = "dataset_text_field dataset_split"
-# Keys that need data.sources: how its records are mixed and cut, and what of them is read.
+# Keys that need data.sources: how its records are mixed and cut, and which parts of them are read.
 MIXING = "validation_sources held_out mixture packing excess_length min_length shuffle default_system_message"
 READING = "chat_template chat_template_jinja train_on_inputs eot_tokens temperature"
 
@@ -57,7 +57,7 @@ def _read_sections(config: Config) -> list[Any]:
 
 
 def _missing_reader(package: str, extra: str, needs: Callable[[str], bool]) -> list[Rule]:
-    """Data whose paths need a package."""
+    """Rules for data whose paths need a package."""
 
     def paths(config: Config, key: str) -> list[str]:
         return [path for path in data_paths(config, key) if needs(path)]
@@ -84,7 +84,7 @@ def _source_keys(part: str) -> list[Rule]:
     return [
         idle(f"{part}.dataset is 'demo'", when(is_demo), field, split),
         idle(f"{part}.dataset_path is a prepared store", when(is_store), field, split),
-        idle(f"{part}.dataset is a registered source, which gives whole texts", when(is_registered), field, split),
+        idle(f"{part}.dataset is a registered source, which yields whole texts", when(is_registered), field, split),
         idle("every named file is read", when(names_files), split),
         idle("plain text has no fields", when(names_texts), field),
         idle_without(
@@ -107,7 +107,7 @@ NOISE: list[Rule] = [
     refuse(
         "training.neftune_alpha",
         lambda c: trains_on_pairs(c) and c.training.neftune_alpha is not None,
-        "the reference of a pair would read embeddings without noise",
+        "the reference model would see embeddings without noise",
         remedy="remove the key",
     ),
 ]
@@ -117,8 +117,8 @@ REFUSED: list[Rule] = [
     refuse(
         "data.sources",
         lambda c: bool(c.data.sources) and names_text(c.training),
-        "the records of data.sources take the place of training.dataset and training.dataset_path",
-        remedy="remove those, or make them a table of data.sources",
+        "it replaces training.dataset and training.dataset_path",
+        remedy="remove those, or name their data in data.sources",
     ),
     refuse(
         "data.held_out",
@@ -134,38 +134,38 @@ REFUSED: list[Rule] = [
     refuse(
         "data.sources",
         lambda c: bool(c.data.sources) and c.validation.enable and not _validates_records(c),
-        "no record is named for validation, and validation.dataset is other data",
+        "no records are named for validation, and validation.dataset is other data",
         remedy="set data.held_out or data.validation_sources, or validation.enable = false",
     ),
     refuse(
         "data.shuffle",
         lambda c: not c.data.shuffle and c.data.mixture == "weights",
-        "with data.mixture = 'weights' samples are drawn",
+        "data.mixture = 'weights' draws samples at random",
         remedy="set data.shuffle = true, or data.mixture = 'concatenate'",
     ),
     # Pairs of answers.
     refuse(
         "training.objective",
         lambda c: trains_on_pairs(c) and not c.data.sources,
-        "'dpo' compares the two answers of a pair, and text has none",
+        "'dpo' compares the two answers of a pair, and plain text has none",
         remedy="name records with pairs in data.sources, such as type = 'chat_template.default'",
     ),
     refuse(
         "dpo.reference",
         lambda c: _reads_base(c) and not c.lora.enable,
-        "only LoRA has frozen weights beside those that are trained",
+        "only LoRA has frozen weights beside the trained ones",
         remedy="set it to 'copy', or lora.enable = true",
     ),
     refuse(
         "dpo.reference",
         lambda c: _reads_base(c) and bool(c.lora.modules_to_save),
-        lambda c: f"lora.modules_to_save = {c.lora.modules_to_save} are trained whole, and change",
+        lambda c: f"lora.modules_to_save = {c.lora.modules_to_save} are trained in full, so they change",
         remedy="set it to 'copy', or leave lora.modules_to_save empty",
     ),
     refuse(
         "dpo.reference",
         lambda c: _reads_base(c) and c.lora.bias != "none",
-        lambda c: f"lora.bias = {c.lora.bias!r} trains weights of the model, which change",
+        lambda c: f"lora.bias = {c.lora.bias!r} trains weights of the base model, so they change",
         remedy="set it to 'copy', or lora.bias = 'none'",
     ),
     refuse(
@@ -198,7 +198,7 @@ IDLE: list[Rule] = [
     idle_unless("training.objective", ["dpo"], "dpo."),
     idle_unless("dpo.loss", ["sigmoid", "robust"], "dpo.label_smoothing"),
     idle("every answer of a pair has a row of its own", trains_on_pairs, "data.packing"),
-    idle("of a pair the answers are trained", trains_on_pairs, "data.train_on_inputs"),
+    idle("only the answers of a pair are trained", trains_on_pairs, "data.train_on_inputs"),
     *_source_keys("training"),
     *_source_keys("validation"),
     idle("no raw data is prepared", lambda c: not _prepares(c), "training.cache_folder"),
@@ -209,6 +209,6 @@ NOTES: list[Rule] = [
     note(
         "data.held_out",
         lambda c: c.data.held_out > 0 and bool(c.data.sources) and not c.validation.enable,
-        "keeps records out of training, and validation.enable is false: they are not used",
+        "keeps records out of training, but validation.enable is false, so they are not used",
     ),
 ]

@@ -20,13 +20,13 @@ REFUSED: list[Rule] = [
     refuse(
         "parallelism.expert_parallel_dispatch_dtype",
         lambda c: _sends_by_deepep(c) and c.parallelism.expert_parallel_dispatch_dtype == "float8",
-        f"float8 is not built with {EXPERT_BACKEND} = 'deepep'",
+        f"float8 is not supported with {EXPERT_BACKEND} = 'deepep'",
         remedy="set it to 'same', or the backend to 'standard'",
     ),
     refuse(
         "debug.deterministic",
         lambda c: _sends_by_deepep(c) and c.debug.deterministic,
-        "new memory is filled first, which DeepEP's kernels do not wait for before they write to it",
+        "it fills new memory first, and DeepEP's kernels write to that memory without waiting",
         remedy=f"set {EXPERT_BACKEND} = 'standard'",
     ),
 ]

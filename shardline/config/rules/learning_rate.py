@@ -1,4 +1,4 @@
-"""Rules of the learning rate: its schedule, and what of it does not fit into the steps."""
+"""Rules of the learning rate: its schedule, and the parts of it that do not fit into the steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardline.config.schema import Config, LRScheduler
 def lr_notes(section: LRScheduler, total: int) -> dict[str, str]:
     """The parts of a schedule of `total` steps that do not fit: key -> sentence."""
     found, warmup = {}, section.warmup(total)
-    rises = "the learning rate rises to the last step"
+    rises = "the learning rate rises until the last step"
     if section.warmup_ratio is None and section.warmup_steps > total:
         given = section.warmup_steps
         found["lr_scheduler.warmup_steps"] = f"= {given} is longer than the schedule: cut to {total}, {rises}"
@@ -27,7 +27,7 @@ def lr_notes(section: LRScheduler, total: int) -> dict[str, str]:
 
 
 def _lr_notes(config: Config) -> dict[str, str]:
-    """What is known before the data is: with `training.epochs`, the data decides the length."""
+    """The notes that are known before the data: with `training.epochs`, the data decides the length."""
     total = config.lr_scheduler.total_steps or (config.training.steps if config.training.epochs is None else None)
     return lr_notes(config.lr_scheduler, total) if total is not None else {}
 
@@ -56,8 +56,8 @@ REFUSED: list[Rule] = [
     refuse(
         "lr_scheduler.decay_steps",
         lambda c: c.lr_scheduler.decay_steps is not None and c.lr_scheduler.decay_ratio is not None,
-        lambda c: f"given together with lr_scheduler.decay_ratio = {c.lr_scheduler.decay_ratio}",
-        remedy="give one of them",
+        lambda c: f"conflicts with lr_scheduler.decay_ratio = {c.lr_scheduler.decay_ratio}",
+        remedy="set only one of them",
     ),
     refuse(
         "lr_scheduler.momentum_range",
@@ -77,7 +77,7 @@ IDLE: list[Rule] = [
     idle_unless("lr_scheduler.decay_type", ["polynomial"], "lr_scheduler.decay_power"),
     idle_unless("lr_scheduler.decay_type", ["inverse_sqrt"], "lr_scheduler.timescale"),
     idle(
-        "lr_scheduler.momentum_range gives it",
+        "lr_scheduler.momentum_range sets it",
         lambda c: c.lr_scheduler.momentum_range is not None,
         *below("optimizer", "beta1 muon_momentum"),
     ),

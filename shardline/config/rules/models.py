@@ -62,7 +62,7 @@ REFUSED: list[Rule] = [
     refuse(
         "model.implementation",
         lambda c: c.model.implementation == "transformers" and c.model.name != "auto",
-        lambda c: f"transformers builds models from a config.json, and {c.model.name!r} is a family of ours",
+        lambda c: f"transformers builds models from a config.json, and {c.model.name!r} is a family of Shardline's own",
         remedy='set model.name = "auto" and model.hf_assets_path to a folder with a config.json',
     ),
 ]
@@ -72,7 +72,7 @@ IDLE: list[Rule] = [
     idle("model.name is not 'transformers_modeling_backend'", lambda c: True, "hf_transformers.model"),
     idle("a flavor is always native", lambda c: c.model.name != "auto", "model.implementation"),
     idle(
-        "model.tokenizer_path is given, and no weights are read from there",
+        "model.tokenizer_path is set, and no weights are read from this folder",
         lambda c: not _uses_assets(c),
         "model.hf_assets_path",
     ),

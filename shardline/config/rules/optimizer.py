@@ -34,7 +34,7 @@ IDLE: list[Rule] = [
     idle_unless("optimizer.name", ["Adafactor"], *starting("optimizer.adafactor_")),
     idle_without("optimizer.adafactor_relative_step", "optimizer.adafactor_warmup_init"),
     idle(
-        "optimizer.adafactor_relative_step gives the learning rate",
+        "optimizer.adafactor_relative_step sets the learning rate",
         lambda c: c.optimizer.name == "Adafactor" and c.optimizer.adafactor_relative_step,
         *below("optimizer", "lr lr_scaling lr_scaling_base_batch"),
         "lr_scheduler.",
@@ -42,7 +42,7 @@ IDLE: list[Rule] = [
     idle_if("optimizer.name", ["Lion"], "optimizer.eps"),
 ]
 
-# Those that are reported after the keys of the schedule.
+# Rules that are reported after those of the schedule.
 MORE_IDLE: list[Rule] = [
     idle_unless("optimizer.name", ["LARS"], "optimizer.trust_coefficient"),
     idle_unless(
@@ -50,7 +50,7 @@ MORE_IDLE: list[Rule] = [
     ),
     idle_without("optimizer.lr_scaling", "optimizer.lr_scaling_base_batch"),
     idle(
-        "it is for clipping with optimizer.early_step_in_backward",
+        "it is only for clipping with optimizer.early_step_in_backward",
         lambda c: not steps_early(c) or c.training.max_norm == 0,
         "optimizer.early_step_clipping",
     ),

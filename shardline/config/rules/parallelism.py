@@ -10,7 +10,7 @@ from shardline.config.rules.rule import Rule, below, differs, idle, idle_unless,
 from shardline.config.rules.workers import has_workers
 from shardline.config.schema import Config
 
-# ---- ranks: a degree of -1 may come to any number --------------------------------------------------------------------
+# ---- ranks: a degree of -1 may become any number ---------------------------------------------------------------------
 
 
 def one_rank(config: Config) -> bool:
@@ -42,8 +42,8 @@ def _has_copies(config: Config) -> bool:
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
 
-EXPERTS_WAIT = "tokens travel to their experts and back inside their own micro-batch"
-# A 1 that was given is a request too: TorchTitan counts layers with it.
+EXPERTS_WAIT = "tokens are sent to their experts and back within their own micro-batch"
+# An explicit 1 is a request too: TorchTitan counts layers with it.
 LESS_LAYERS = below("parallelism", "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers")
 
 
@@ -76,7 +76,7 @@ PIPELINE: list[Rule] = [
     ),
     idle("1 for both ends of the pipeline splits stages by weights", _splits_by_weights, *LESS_LAYERS),
     idle(
-        "parallelism.pipeline_parallel_schedule_csv gives the schedule",
+        "parallelism.pipeline_parallel_schedule_csv defines the schedule",
         lambda c: bool(c.parallelism.pipeline_parallel_schedule_csv),
         "parallelism.pipeline_parallel_schedule",
     ),
@@ -106,7 +106,7 @@ IDLE: list[Rule] = [
         "parallelism.accumulation_sync",
     ),
     idle(
-        "only HSDP (both data parallel degrees above 1) has sums between replicas to postpone",
+        "only HSDP (both data parallel degrees above 1) has reductions between replicas to postpone",
         lambda c: c.parallelism.accumulation_sync == "scatter" and not (has_replicas(c) and shards(c)),
         "parallelism.accumulation_sync",
     ),
@@ -145,7 +145,7 @@ IDLE: list[Rule] = [
         *below("parallelism", "context_parallel_load_balancer context_parallel_rotate_method"),
     ),
     idle(
-        "with ulysses every rank has all tokens of its heads, and the same work",
+        "with ulysses every rank has all tokens of its heads, so the work is even",
         lambda c: c.parallelism.context_parallel_rotate_method == "ulysses",
         "parallelism.context_parallel_load_balancer",
     ),

@@ -48,7 +48,7 @@ REFUSED: list[Rule] = [
 ]
 
 IDLE: list[Rule] = [
-    idle("training.gc_debug collects every step", lambda c: c.training.gc_debug, "training.gc_freq"),
+    idle("training.gc_debug collects garbage every step", lambda c: c.training.gc_debug, "training.gc_freq"),
     idle("compile.components is empty", lambda c: not c.compile.components, "compile.enable"),
     idle(
         "the compiler decides what is recomputed",

@@ -42,7 +42,7 @@ GATHERED: list[Rule] = [
     refuse(
         f"{FLOAT8_LINEAR}.enable_fsdp_float8_all_gather",
         lambda c: _gathers_float8(c) and c.quantize.linear.float8.recipe_name not in (None, "tensorwise"),
-        "weights that were rounded with one factor cannot be given one for each row",
+        "weights that were rounded with one scale cannot be scaled row by row",
         remedy="set recipe_name = 'tensorwise'",
     ),
 ]

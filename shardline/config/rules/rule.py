@@ -1,4 +1,4 @@
-"""A rule, and how rows of the table are written."""
+"""A rule of the config, and the helpers that write rows of the table."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Words = str | Callable[[Config], str]
 
 @dataclass(frozen=True)
 class Rule:
-    """A row: where the test holds, its keys are refused, not built yet, in need of a package that is missing, without
-    effect (idle), or worth a note.
+    """A row of the table: where the test holds, its keys are refused, not built yet, missing a package, without effect
+    (idle), or worth a note.
 
     A key that ends in `.` stands for every key below it. `words` is the reason, or the feature that is missing.
     """
@@ -67,9 +67,9 @@ def not_built(feature: Words, *keys: str, when: Test = lambda config: True) -> R
 
 
 def missing(package: str, key: str, when: Test, instead: str, of: Callable[[Config], Any] | None = None) -> Rule:
-    """A key that needs a package where the test holds: `train` refuses it if that is not installed.
+    """A key that needs a package where the test holds: `train` refuses it if the package is not installed.
 
-    `of` is what needs it, where that is not the value.
+    `of` returns what needs the package, where that is not the key's value.
     """
 
     def is_missing(config: Config) -> bool:
@@ -109,6 +109,6 @@ def instead(key: str, other: str) -> Rule:
     return refuse(
         key,
         lambda config: config.value(key) is not None and config.is_set(other),
-        lambda config: f"given together with {other} = {config.value(other)}",
-        remedy="give one of them",
+        lambda config: f"conflicts with {other} = {config.value(other)}",
+        remedy="set only one of them",
     )

@@ -1,6 +1,6 @@
 """The table of rules: combinations that are refused, keys whose feature is not built, keys without effect.
 
-Messages list what they find in the order of the rows. A theme whose rows do not stand together has more than one list.
+Messages follow the order of the rows, so a theme whose rows are not adjacent has more than one list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of what a run says of itself: profiles, metrics, records of collectives."""
+"""Rules of telemetry: profiles, metrics, records of collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFUSED: list[Rule] = [
             f"{c.profiling.profile_freq} steps are fewer than profiler_warmup ({c.profiling.profiler_warmup})"
             f" and profiler_active ({c.profiling.profiler_active}) together"
         ),
-        remedy="raise it, or lower those",
+        remedy="raise it, or lower the other two",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Values that cannot be: names that nobody knows, more tokens than a step can have; and those that are not built."""
+"""Rules of single values: unknown names, more tokens than a step can have, and values that are not built yet."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _model_feature(config: Config) -> str:
 
 
 def _tokens_asked(config: Config, key: str) -> int:
-    """The tokens of one step, or of one pass over validation data, that a key asks for; others count as 1."""
+    """Return the tokens of a step or a validation batch that this key asks for; other factors count as 1."""
     section = config.value(key.partition(".")[0])
     if not key.endswith("seq_len") and section.seq_len > MOST_TOKENS:
         return 0  # the length is reported alone
@@ -72,7 +72,7 @@ def _tokens_asked(config: Config, key: str) -> int:
 
 
 def _too_many_tokens(key: str) -> Rule:
-    """Numbers with which a step would never end, or its list of samples would take all memory."""
+    """Refuse a number with which a step would never end, or its list of samples would take all memory."""
     return refuse(
         key,
         lambda c: _tokens_asked(c, key) > MOST_TOKENS,

@@ -1,4 +1,4 @@
-"""Rules of workers that train apart (DiLoCo, asynchronous), and of replica groups."""
+"""Rules of workers that train independently (DiLoCo, asynchronous), and of replica groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVED_OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion")  # whose update of an eleme
 
 
 def has_workers(config: Config) -> bool:
-    """Whether the copies of the model are workers that train apart."""
+    """Whether the copies of the model are workers that train independently."""
     return config.parallelism.data_parallel_mode != "sync"
 
 
@@ -49,7 +49,7 @@ def _fragments_are_even(config: Config) -> bool:
 
 
 def _steps_to_the_next(config: Config) -> int:
-    """From one fragment to the one after it."""
+    """The steps from one fragment to the next."""
     return config.fault_tolerance.sync_steps // config.fault_tolerance.num_fragments
 
 
@@ -57,7 +57,7 @@ def _both(first: Test, second: Test) -> Test:
     return lambda config: first(config) and second(config)
 
 
-Part = tuple[str, str, Test]  # of a run: its name, the key that asks for it, and whether it does
+Part = tuple[str, str, Test]  # of a run: its name, its key, and whether the config asks for it
 PAIRS: Part = ("pairs of answers", "training.objective", trains_on_pairs)
 GRAPHS: Part = ("CUDA graphs", "compile.cuda_graphs", records_graphs)
 
@@ -71,7 +71,7 @@ REFUSED: list[Rule] = [
     refuse(
         MODE,
         lambda c: _averages_now_and_then(c) and c.parallelism.data_parallel_replicate_degree == 1,
-        "workers are copies of the model, and there is one",
+        "workers are copies of the model, and there is only one",
         "set parallelism.data_parallel_replicate_degree to the number of workers",
     ),
     refuse(
@@ -83,8 +83,8 @@ REFUSED: list[Rule] = [
     refuse(
         "fault_tolerance.num_fragments",
         lambda c: _averages_now_and_then(c) and not _fragments_are_even(c),
-        lambda c: f"fault_tolerance.sync_steps = {c.fault_tolerance.sync_steps} is no multiple of it",
-        "fragments follow each other at even distances: change one of the two",
+        lambda c: f"fault_tolerance.sync_steps = {c.fault_tolerance.sync_steps} is not a multiple of it",
+        "fragments follow each other at even intervals: change one of the two",
     ),
     refuse(
         "fault_tolerance.fragment_sync_delay",
@@ -94,7 +94,7 @@ REFUSED: list[Rule] = [
             and c.fault_tolerance.fragment_sync_delay >= _steps_to_the_next(c)
         ),
         lambda c: f"the next fragment is sent {_steps_to_the_next(c)} steps later (sync_steps / num_fragments)",
-        "give fewer steps of delay",
+        "set a shorter delay",
     ),
 ]
 
@@ -110,7 +110,7 @@ PENDING = _not_built_with(
 )
 
 GROUPS_PENDING: list[Rule] = [
-    not_built("replica groups of workers that train apart", MODE, when=_both(_has_groups, has_workers)),
+    not_built("replica groups of independent workers", MODE, when=_both(_has_groups, has_workers)),
     not_built(
         "semi-synchronous training of replica groups",
         "fault_tolerance.semi_sync_method",

@@ -99,7 +99,7 @@ def test_required_keys_are_asked_for():
     with pytest.raises(ConfigError) as caught:
         load("base_model: x\n")
     assert "axolotl.yml: learning_rate: is missing" in str(caught.value)
-    assert "datasets: is missing: give datasets or pretraining_dataset" in str(caught.value)
+    assert "datasets: is missing: set datasets or pretraining_dataset" in str(caught.value)
 
 
 def test_every_key_of_the_reference_is_in_one_list():

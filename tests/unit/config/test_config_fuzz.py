@@ -223,7 +223,7 @@ def test_files_that_no_config_needs_are_refused():
         load_text("# " + "x" * (4 << 20))
     with pytest.raises(ConfigError) as error:
         load_text("".join(f"[training.t{n}]\nk{n} = 1\n" for n in range(3000)))
-    assert str(error.value).endswith("there may be more: these come first")
+    assert str(error.value).endswith("there may be more problems: only the first are listed")
     assert len(str(error.value).splitlines()) == 31
 
 

@@ -332,7 +332,7 @@ def test_an_empty_yaml_override_leaves_the_flavors_own_value(write):
         ("training: [1\n", "bad.yaml:2: not valid YAML"),
         ("- 1\n", "expected sections with keys"),
         ("training: 2024-99-99\n", "not valid YAML"),
-        ("a: &a {b: *a}\n", "its aliases stand for a value that holds them"),
+        ("a: &a {b: *a}\n", "its aliases stand for a value that contains them"),
         ("1: 2\n", "there is no such key"),
         ("a: \x01\n", "control characters"),
         ("!!python/object:os.system {}\n", "not valid YAML"),

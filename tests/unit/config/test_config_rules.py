@@ -100,7 +100,7 @@ def test_rules_name_real_keys():
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"training__epochs": 1.0, "training__steps": 5}, "training.epochs: given together with training.steps = 5"),
+        ({"training__epochs": 1.0, "training__steps": 5}, "training.epochs: conflicts with training.steps = 5"),
         ({"optimizer__name": "adamw"}, "did you mean 'AdamW'"),
         ({"model__converters": ["fp8"]}, "got 'fp8'"),
         ({"model__name": "flux", "model__flavor": "flux-de"}, "did you mean 'flux-dev'"),
@@ -131,7 +131,7 @@ def test_rules_name_real_keys():
         ),
         (
             {"lr_scheduler__decay_steps": 5, "lr_scheduler__decay_ratio": 0.5},
-            "lr_scheduler.decay_steps: given together with lr_scheduler.decay_ratio = 0.5",
+            "lr_scheduler.decay_steps: conflicts with lr_scheduler.decay_ratio = 0.5",
         ),
         (
             {"optimizer__name": "Adafactor", "lr_scheduler__momentum_range": [0.8, 0.9]},
@@ -147,12 +147,12 @@ def test_rules_name_real_keys():
         ),
         (
             {**DEEPEP, "parallelism__expert_parallel_dispatch_dtype": "float8"},
-            "parallelism.expert_parallel_dispatch_dtype: float8 is not built with"
+            "parallelism.expert_parallel_dispatch_dtype: float8 is not supported with"
             " parallelism.expert_parallel_comm_backend = 'deepep'; set it to 'same'",
         ),
         (
             {**DEEPEP, "debug__deterministic": True},
-            "debug.deterministic: new memory is filled first, which DeepEP's kernels do not wait for",
+            "debug.deterministic: it fills new memory first, and DeepEP's kernels write to that memory without waiting",
         ),
     ],
 )
@@ -337,8 +337,8 @@ def test_not_pending(keys):
                 "parallelism__expert_parallel_degree": 2,
                 "parallelism__pipeline_parallel_expert_parallel_overlap": False,
             },
-            "parallelism.pipeline_parallel_expert_parallel_overlap has no effect: tokens travel to their experts and"
-            " back inside their own micro-batch",
+            "parallelism.pipeline_parallel_expert_parallel_overlap has no effect: tokens are sent to their experts and"
+            " back within their own micro-batch",
         ),
         (
             {
@@ -346,8 +346,8 @@ def test_not_pending(keys):
                 "parallelism__pipeline_parallel_degree": 2,
                 "parallelism__pipeline_parallel_schedule": "DualPipeV",
             },
-            "parallelism.pipeline_parallel_expert_parallel_overlap has no effect: tokens travel to their experts and"
-            " back inside their own micro-batch",
+            "parallelism.pipeline_parallel_expert_parallel_overlap has no effect: tokens are sent to their experts and"
+            " back within their own micro-batch",
         ),
         ({"validation__freq": 5}, "validation.freq has no effect: validation.enable is false"),
         ({"compile__backend": "eager"}, "compile.backend has no effect: compile.enable is false"),
@@ -382,7 +382,7 @@ def test_not_pending(keys):
         ),
         (
             {"checkpoint__enable": True, "checkpoint__initial_load_model_only": False},
-            "checkpoint.initial_load_model_only has no effect: checkpoint.initial_load_path is not given",
+            "checkpoint.initial_load_model_only has no effect: checkpoint.initial_load_path is not set",
         ),
         (
             {"profiling__profile_freq": 7},
@@ -391,14 +391,14 @@ def test_not_pending(keys):
         ),
         (
             {"model__tokenizer_path": "bytes", "model__hf_assets_path": "there"},
-            "model.hf_assets_path has no effect: model.tokenizer_path is given, and no weights are read from there",
+            "model.hf_assets_path has no effect: model.tokenizer_path is set, and no weights are read from this folder",
         ),
         ({"training__dataset_split": "x"}, "training.dataset_split has no effect: training.dataset is 'demo'"),
         ({"training__cache_folder": "x"}, "training.cache_folder has no effect: no raw data is prepared"),
         ({"training__verify_data": False}, "training.verify_data has no effect: no prepared data is read"),
         (
             {"training__gc_debug": True, "training__gc_freq": 5},
-            "training.gc_freq has no effect: training.gc_debug collects every step",
+            "training.gc_freq has no effect: training.gc_debug collects garbage every step",
         ),
         (
             {"compile__enable": True, "compile__components": []},
@@ -406,16 +406,16 @@ def test_not_pending(keys):
         ),
         (
             {"training__steps": 50},
-            "lr_scheduler.warmup_steps = 200 is longer than the schedule: cut to 50, the learning rate rises to the"
+            "lr_scheduler.warmup_steps = 200 is longer than the schedule: cut to 50, the learning rate rises until the"
             " last step",
         ),
         (
             {"training__steps": 200},
-            "lr_scheduler.warmup_steps = 200 lasts for the whole schedule: the learning rate rises to the last step",
+            "lr_scheduler.warmup_steps = 200 lasts for the whole schedule: the learning rate rises until the last step",
         ),
         (
             {"lr_scheduler__warmup_ratio": 1.0},
-            "lr_scheduler.warmup_ratio = 1 lasts for the whole schedule: the learning rate rises to the last step",
+            "lr_scheduler.warmup_ratio = 1 lasts for the whole schedule: the learning rate rises until the last step",
         ),
         (
             {"lr_scheduler__total_steps": 250, "training__steps": 250, "lr_scheduler__decay_ratio": 0.5},
@@ -440,7 +440,7 @@ def test_not_pending(keys):
         ),
         (
             {"lr_scheduler__momentum_range": [0.8, 0.9], "optimizer__beta1": 0.5},
-            "optimizer.beta1 has no effect: lr_scheduler.momentum_range gives it",
+            "optimizer.beta1 has no effect: lr_scheduler.momentum_range sets it",
         ),
         (
             {"optimizer__adafactor_momentum": 0.9},
@@ -452,7 +452,7 @@ def test_not_pending(keys):
         ),
         (
             {"optimizer__name": "Adafactor", "optimizer__adafactor_relative_step": True, "optimizer__lr": 1e-3},
-            "optimizer.lr has no effect: optimizer.adafactor_relative_step gives the learning rate",
+            "optimizer.lr has no effect: optimizer.adafactor_relative_step sets the learning rate",
         ),
         (
             {"lr_scheduler__total_steps": 1000, "lr_scheduler__min_lr_factor": 0.1},
@@ -491,7 +491,7 @@ def test_not_pending(keys):
                 "parallelism__pipeline_parallel_schedule_csv": "mine.csv",
             },
             "parallelism.pipeline_parallel_schedule has no effect:"
-            " parallelism.pipeline_parallel_schedule_csv gives the schedule",
+            " parallelism.pipeline_parallel_schedule_csv defines the schedule",
         ),
         (
             {"metrics__save_for_all_ranks": True},
@@ -513,7 +513,7 @@ def test_not_pending(keys):
         (
             {"parallelism__accumulation_sync": "scatter"},
             "parallelism.accumulation_sync has no effect:"
-            " only HSDP (both data parallel degrees above 1) has sums between replicas to postpone",
+            " only HSDP (both data parallel degrees above 1) has reductions between replicas to postpone",
         ),
         (
             {"debug__check_replicas_freq": 5},
@@ -709,7 +709,7 @@ def test_registered_sources_read_neither_fields_nor_splits(monkeypatch):
     keys = {"training__dataset_text_field": "x", "training__dataset_split": "x"}
     assert notes(given(training__dataset="letters", training__dataset_path="a.txt", **keys)) == [
         "training.dataset_text_field, training.dataset_split have no effect:"
-        " training.dataset is a registered source, which gives whole texts"
+        " training.dataset is a registered source, which yields whole texts"
     ]
     assert notes(given(training__dataset="owner/name", **keys)) == []
 
@@ -784,7 +784,7 @@ def test_optimizer_in_backward_never_skips_clipping_in_silence():
         check(given(**early, training__max_norm=0.0, training__nonfinite="skip"))
     with pytest.raises(ConfigError, match=r'optimizer in backward with LAMB: .*set optimizer.name = "AdamW"'):
         check(given(**early, optimizer__name="LAMB", training__max_norm=0.0))
-    with pytest.raises(ConfigError, match=r"optimizer in backward with Muon: ranks share out whole matrices"):
+    with pytest.raises(ConfigError, match=r"optimizer in backward with Muon: ranks divide the matrices"):
         check(given(**early, optimizer__name="Muon", training__max_norm=0.0))
 
 

@@ -98,5 +98,5 @@ def test_errors_name_the_line_the_table_and_the_nearest_key(tmp_path, ending, te
 def test_records_that_are_held_out_for_nothing_are_mentioned():
     keys = {"data.sources": [{"path": "demo"}], "data.held_out": 0.1}
     (line,) = (line for line in notes(load_config(overrides=keys)) if line.startswith("data.held_out"))
-    assert line == "data.held_out keeps records out of training, and validation.enable is false: they are not used"
+    assert line == "data.held_out keeps records out of training, but validation.enable is false, so they are not used"
     assert not any("held_out" in line for line in notes(load_config(overrides={**keys, "validation.enable": True})))

@@ -18,10 +18,10 @@ FT = "fault_tolerance."
     [
         (
             {"parallelism.data_parallel_replicate_degree": 1},
-            "there is one; set parallelism.data_parallel_replicate_deg",
+            "there is only one; set parallelism.data_parallel_replicate_deg",
         ),
         ({"optimizer.early_step_in_backward": True, "parallelism.data_parallel_shard_degree": 2}, "after its backward"),
-        ({FT + "sync_steps": 10, FT + "num_fragments": 3}, "fault_tolerance.sync_steps = 10 is no multiple of it"),
+        ({FT + "sync_steps": 10, FT + "num_fragments": 3}, "fault_tolerance.sync_steps = 10 is not a multiple of it"),
         (
             {FT + "sync_steps": 10, FT + "num_fragments": 2, FT + "fragment_sync_delay": 5},
             "the next fragment is sent 5 steps later",

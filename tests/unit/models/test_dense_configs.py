@@ -172,7 +172,10 @@ def test_no_family_has_caps_without_the_rest_of_gemma() -> None:
             {"rope_scaling": {"type": "longrope", "factor": 2.0, "original_max_position_embeddings": 8}},
             "rope_scaling.short_factor has 0 numbers, but 16 dimensions rotate: it needs 8",
         ),
-        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "needs 4 dimensions that rotate, not 2"),
+        (
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "needs 4 or more dimensions that rotate, not 2",
+        ),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope scaling needs original_max_position"),
         (
             {"latent": {"kv_rank": 8, "nope_dim": 8, "rope_dim": 8, "v_dim": 8}, "n_kv_heads": 4, "score_cap": 2.0},

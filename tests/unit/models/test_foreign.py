@@ -195,7 +195,7 @@ def test_the_config_chooses_whose_code_computes(folders: dict[str, Path], tmp_pa
     write_tiny("llama", tmp_path / "llama")
     assert resolve(config(tmp_path / "llama").model).family == "llama"
     assert resolve(config(tmp_path / "llama", model__implementation="transformers").model).family == "transformers"
-    with pytest.raises(ConfigError, match=r"model\.implementation: .*'llama3' is a family of ours"):
+    with pytest.raises(ConfigError, match=r"model\.implementation: .*'llama3' is a family of Shardline's own"):
         check(load_config(overrides={"model.implementation": "transformers"}))
 
 

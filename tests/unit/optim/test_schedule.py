@@ -72,7 +72,7 @@ def test_given_steps_stand_in_for_training_steps_but_not_for_total_steps():
 def test_what_was_shortened_is_said():
     assert schedule_notes(config(warmup=4, ratio=0.2), 10) == []
     assert schedule_notes(config(warmup=200), 10) == [
-        "lr_scheduler.warmup_steps = 200 is longer than the schedule: cut to 10, the learning rate rises to the last"
+        "lr_scheduler.warmup_steps = 200 is longer than the schedule: cut to 10, the learning rate rises until the last"
         " step"
     ]
     (note,) = schedule_notes(config(warmup=5, ratio=0.8), 10)

@@ -214,7 +214,7 @@ def test_the_number_of_tokens_must_suit_the_kernels():
     [
         (
             keys("rowwise") | {f"{LINEAR}.enable_fsdp_float8_all_gather": True},
-            "one factor cannot be given one for each",
+            "one scale cannot be scaled row by row",
         ),
         ({"model.converters": ["quantize.grouped_mm.float8"]}, "no module is named"),
     ],

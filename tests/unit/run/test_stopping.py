@@ -270,7 +270,7 @@ def test_only_rank_0_watches_the_clock_of_checkpoints():
 
 def test_a_fraction_of_the_steps_is_not_counted_in_seconds():
     given = {"checkpoint.enable": True, "checkpoint.interval_ratio": 0.5, "checkpoint.interval_type": "seconds"}
-    with pytest.raises(ConfigError, match=r"interval_ratio: is a fraction of the steps.*; give checkpoint.interval$"):
+    with pytest.raises(ConfigError, match=r"interval_ratio: is a fraction of the steps.*; set checkpoint.interval$"):
         check(load_config(overrides=given))
 
 

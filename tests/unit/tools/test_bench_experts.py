@@ -65,7 +65,7 @@ def two_ranks():
         (["--ep", "1"], "one rank holds all experts, no row travels: --ep 2 measures two"),
         (
             ["--ep", "3"],
-            "expert_parallel_degree = 3: 8 experts cannot be shared evenly by 3 ranks; degrees that fit: 1",
+            "expert_parallel_degree = 3: 8 experts cannot be divided evenly among 3 ranks; degrees that fit: 1",
         ),
         (["--model", "llama3"], "parallelism.expert_parallel_degree = 2: the model has no experts"),
         (["--nproc", "4"], "--ep 2 needs 2 ranks, but 4 were requested"),

@@ -331,7 +331,10 @@ def test_the_docs_show_what_the_commands_print(capsys, monkeypatch):
         ("--preset demo --pp 2 --compare --svg x", "--compare and --svg exclude each other"),
         ("--preset demo --pp 2 --csv nowhere.csv", "nowhere.csv: cannot be read: No such file or directory"),
         ("--preset demo --pp 2 --parallelism.expert_parallel_degree 2", "the model has no experts"),
-        ("--preset moe-demo --pp 2 --parallelism.expert_parallel_degree 3", "8 experts cannot be shared evenly by 3"),
+        (
+            "--preset moe-demo --pp 2 --parallelism.expert_parallel_degree 3",
+            "8 experts cannot be divided evenly",
+        ),
         ("nowhere.toml", "nowhere.toml: there is no such file"),
         ("--pp 1000 --microbatches 1000", "make 2000000 passes; at most 200000 can be drawn"),
     ],

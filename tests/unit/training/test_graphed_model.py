@@ -135,7 +135,7 @@ def test_kernels_that_cannot_be_recorded_end_the_run_with_the_key(tmp_path, tape
 @pytest.mark.parametrize(
     ("ranks", "changes", "reason"),
     [
-        (2, {}, "2 ranks send to each other in each pass"),
+        (2, {}, "2 ranks communicate in each pass"),
         (1, {"model__name": "mixtral", "model__flavor": "debugmodel"}, "experts count their tokens in each pass"),
         (1, {"model__overrides": {"attn_mask_type": "block_causal"}}, "block_causal finds the documents of each batch"),
     ],
