@@ -1,4 +1,4 @@
-"""What belongs to weights besides tensors: where the tokenizer is, and which tokens begin and end a text."""
+"""What weights need besides tensors: where the tokenizer is, and which tokens begin and end a text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def has_template(section: Data) -> bool:
 
 
 def write_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
-    """Keep the tokenizer with the tokens and the template of the run; exports take it from there."""
+    """Save the tokenizer with the tokens and the template of the run, for exports to copy."""
     if not changes_tokenizer(config) or not isinstance(tokenizer, JsonTokenizer):
         return
     folder = Path(config.job.dump_folder or ".") / OWN
@@ -47,7 +47,7 @@ def write_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def tokenizer_of_run(config: Config) -> str:
-    """The tokenizer a run uses, as its checkpoints record it: "bytes" or an absolute path."""
+    """The tokenizer a run uses, in the form its checkpoints record: "bytes" or an absolute path."""
     own = Path(config.job.dump_folder or ".") / OWN
     if changes_tokenizer(config) and (own / "tokenizer.json").is_file():
         return str(own.resolve())
@@ -61,7 +61,7 @@ def tokenizer_of_checkpoint(saved: Saved) -> str:
 
 
 def assets_of_checkpoint(saved: Saved) -> Path | None:
-    """Where the files for an export come from: beside the weights, or from the run's tokenizer."""
+    """Where the files for an export come from: the weights' own folder, or the run's tokenizer."""
     beside = any((saved.path / name).is_file() for name in ("tokenizer.json", "config.json"))
     return saved.path if beside else assets_at(tokenizer_of_checkpoint(saved))
 

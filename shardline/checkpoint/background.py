@@ -1,10 +1,10 @@
-"""A save in a thread of its own: the run waits for it, or goes on and gets its error later.
+"""Runs a save in a thread of its own: the run waits for it, or goes on and gets its error later.
 
-    submit --> writing ... --> done          check(): raises what went wrong, once
-       |________ wait() _______|             wait():  names the file it is at when that takes long
+    submit --> writing ... --> done          check(): raises the save's error, once
+       |________ wait() _______|             wait():  logs the file being written if that takes long
 
-The thread looks at `SaveActivity.cancelled` between pieces and stops. One that hangs in the file system cannot be
-stopped; it does not keep the process from ending.
+The thread checks `SaveActivity.cancelled` between pieces and stops if it is set. A thread that hangs in the file system
+cannot be stopped; it does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardline.errors import UserError
 
 log = logging.getLogger("shardline")
 PATIENCE_SECONDS = 10.0  # before a wait is logged for the first time
-LAST_SECONDS = 2.0  # for a save that was cancelled
+LAST_SECONDS = 2.0  # to wait for a save that was cancelled
 
 
 class Cancelled(Exception):
@@ -27,7 +27,7 @@ class Cancelled(Exception):
 
 
 class SaveActivity:
-    """What the thread is doing, in words for a message, and whether it was cancelled."""
+    """What the thread is doing, in words for a log line, and whether it was cancelled."""
 
     def __init__(self, at: str) -> None:
         self.at, self.cancelled = at, False
@@ -48,7 +48,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._activity = SaveActivity("")
         self._what, self._began = "", 0.0
-        self.seconds = 0.0  # of the last job that ended
+        self.seconds = 0.0  # duration of the last job that ended
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -57,7 +57,7 @@ class Background:
         return self._thread is not None and not self._done.is_set()
 
     def submit(self, what: str, job: Job) -> None:
-        """Start `job` after the last one has ended well."""
+        """Start `job` once the previous one has ended without an error."""
         self.wait()
         self._what, self._began, self._activity = what, time.monotonic(), SaveActivity("its beginning")
         self._done.clear()
@@ -85,7 +85,7 @@ class Background:
             raise error
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Wait until the job has ended, then `check`. An interrupt cancels it, and so does waiting for too long."""
+        """Wait until the job has ended, then `check`. An interrupt or a timeout cancels it."""
         try:
             began, patience = time.monotonic(), PATIENCE_SECONDS
             while self.busy and not self._done.wait(0.5):
@@ -104,7 +104,7 @@ class Background:
         self.check()
 
     def cancel(self) -> None:
-        """End the job where it next looks, or with the process."""
+        """End the job where it next checks for it, or with the process."""
         self._activity.cancelled = True
         if self._thread is not None:
             self._done.wait(LAST_SECONDS)

@@ -6,7 +6,7 @@
     every rank   receives the verdict: saved, or the same error on all
 
 Writers run in background threads. They exchange messages through the job's store and never through process groups: a
-collective of a background thread would mix with those of training.
+collective issued by a background thread would interleave with those of training.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from shardline.storage.safetensors import Entry, entries_from, name_of_type, wri
 from shardline.words import listed
 
 log = logging.getLogger("shardline")
-VERDICT_SECONDS = 30.0  # rank 0 notices first that a rank is late
-POLL = timedelta(seconds=1)  # between checks whether a wait was cancelled
-Sizes = list[tuple[int, int]]  # (key, bytes) of what a rank holds
+VERDICT_SECONDS = 30.0  # extra wait for the verdict: rank 0 is to be the first to notice that a rank is late
+POLL = timedelta(seconds=1)  # how often a wait checks whether it was cancelled
+Sizes = list[tuple[int, int]]  # (key, bytes) of each tensor that a rank holds
 
 
 # ---- who writes what -------------------------------------------------------------------------------------------------
 
 
 def share_out(held: list[Sizes]) -> list[set[int]]:
-    """The keys that each rank writes. Largest first, each to the holder that has the least so far.
+    """Return the keys that each rank writes: largest first, each to the holder with the fewest bytes so far.
 
     rank 0 holds a b c     rank 1 holds a b d     a is 6 bytes, b 3, c 2, d 5    ->   rank 0: a c, rank 1: b d
     """
@@ -69,7 +69,7 @@ def share_out(held: list[Sizes]) -> list[set[int]]:
             sizes[key] = size
             holders.setdefault(key, []).append(rank)
     load, owned = [0] * len(held), [set[int]() for _ in held]
-    # What one rank alone holds is settled: the others are shared out around it.
+    # Tensors that only one rank holds come first; the rest are balanced around them.
     for key in sorted(sizes, key=lambda key: (len(holders[key]) > 1, -sizes[key], key)):
         owner = min(holders[key], key=lambda rank: (load[rank], rank))
         load[owner] += sizes[key]
@@ -78,14 +78,14 @@ def share_out(held: list[Sizes]) -> list[set[int]]:
 
 
 class Owners:
-    """This rank's share, agreed on by all ranks once and again when some rank holds something else than before."""
+    """This rank's share, which all ranks agree on once, and again whenever what some rank holds has changed."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._known: dict[str, tuple[Sizes, set[int]]] = {}
 
     def owned(self, kind: str, held: list[HeldTensor]) -> list[HeldTensor]:
-        """What this rank writes in a save of this kind; a collective of all ranks."""
+        """Return what this rank writes in a save of this kind; a collective of all ranks."""
         if self.mesh.world_size == 1:
             return held
         sizes = [(tensor.key, tensor.bytes) for tensor in held]
@@ -111,9 +111,9 @@ class Messages:
         self.signed.write(key, {"is": message})
 
     def receive(self, key: str, deadline: float, check: Callable[[], None], late: str) -> Any:
-        """Wait for a message; a `UserError` with the text `late` after `deadline` (of `time.monotonic`).
+        """Wait for a message; raise a `UserError` with the text `late` after `deadline` (of `time.monotonic`).
 
-        `check` is called every second, and raises to end the wait.
+        `check` is called every second; it raises to end the wait.
         """
         while True:
             check()
@@ -122,7 +122,7 @@ class Messages:
                 found = self.signed.opened(key, self.store.get(key), dict)
                 if found is not None:
                     return found["is"]
-                time.sleep(POLL.total_seconds())  # a stranger's
+                time.sleep(POLL.total_seconds())  # the message was not signed by this job
             if time.monotonic() > deadline:
                 raise UserError(late)
 
@@ -132,7 +132,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Save:
-    """One save, as the background thread gets it."""
+    """One save, as handed to the background thread."""
 
     number: int
     step: int
@@ -140,7 +140,7 @@ class Save:
     owned: list[HeldTensor]
     trainer: dict[str, Any]
     rng: dict[str, Any]
-    hf_dtype: torch.dtype | None  # the type of a Hugging Face folder, if it is to be one
+    hf_dtype: torch.dtype | None  # the weights' type, if the save is to be a Hugging Face folder
     staged: bool
 
 
@@ -149,7 +149,7 @@ class LastSave(NamedTuple):
 
     step: int
     kind: files.Kind
-    size: int = 0  # bytes; 0 where an earlier start has saved it
+    size: int = 0  # bytes; 0 if it was saved before this start
 
 
 class CheckpointWriter:
@@ -166,9 +166,9 @@ class CheckpointWriter:
         self.last: LastSave | None = None
 
     def connect(self) -> None:
-        """Open a connection of this saver's own; a collective. A process that is alone has a store in its memory.
+        """Open this writer's own connection to the store; a collective. A single process has a store in its memory.
 
-        Earlier runs of these processes may have used the store, so ranks agree on keys that are new.
+        Earlier runs of these processes may have used the store, so ranks agree on a prefix that is new.
         """
         if self._messages is None:
             token = self.mesh.from_rank_0(lambda: os.urandom(8).hex())
@@ -202,7 +202,7 @@ class CheckpointWriter:
             verdict = self._commit(messages, save, final, partial, deadline, activity)
             reach("before-verdict", final)
             messages.send(prefix + "verdict", verdict)
-            if save.number > 1:  # every rank has reported its shard of this save: it has the verdict of the last one
+            if save.number > 1:  # every rank has reported its shard, so it has received the previous verdict
                 messages.store.delete_key(f"{save.number - 1}/verdict")
         else:
             activity.at = f"waiting for rank 0 to finish {final}"
@@ -218,7 +218,7 @@ class CheckpointWriter:
         log.info("saved %s%s", final, older, extra={"event": event})
 
     def _write_shard(self, save: Save, partial: Path, activity: SaveActivity) -> dict[str, Any]:
-        """Write what this rank owns; returns the report for rank 0."""
+        """Write this rank's share; returns the report for rank 0."""
         if save.staged and self.staging is not None:
             activity.at = "copying the state to the host"
             self.staging.wait()
@@ -244,7 +244,7 @@ class CheckpointWriter:
     ) -> dict[str, Any]:
         """Rank 0's second phase; returns the verdict.
 
-        It is {"error": text, or "" if it is saved, "removed": count of older ones, "size": bytes}.
+        It is {"error": text, or "" if the save succeeded, "removed": count of older checkpoints, "size": bytes}.
         """
         try:
             reports = []
@@ -279,7 +279,7 @@ class CheckpointWriter:
         written = {name.removeprefix("model/") for name in merged.tensors if name.startswith("model/")}
         differing = sorted(written ^ self.shapes.keys())
         if differing:
-            raise RuntimeError(f"ranks wrote other tensors than the model has: {listed(differing)}")
+            raise RuntimeError(f"the tensors that ranks wrote are not those of the model: {listed(differing)}")
         recorded, tensors = merged.files, merged.tensors
         if save.hf_dtype is not None:
             recorded, tensors = self._to_hf(partial, merged, save.hf_dtype, save.trainer), {}
@@ -290,7 +290,7 @@ class CheckpointWriter:
     def _to_hf(self, partial: Path, merged: Merged, dtype: torch.dtype, trainer: dict[str, Any]) -> dict[str, Any]:
         """Turn the shards into a Hugging Face folder, one tensor at a time; returns the records of its files.
 
-        What a run with LoRA has trained becomes an adapter in the format of `peft`.
+        A run with LoRA saves an adapter in the format of `peft`.
         """
         weights = TensorView(ShardFiles(partial, merged.files, merged.tensors), "model/")
         assets = assets_at(trainer["tokenizer"])
@@ -315,7 +315,7 @@ class CheckpointWriter:
         return {path.name: records.get(path.name) or record_file(path) for path in sorted(partial.iterdir())}
 
     def _prune(self, step: int, folder: Path, activity: SaveActivity) -> int:
-        """Remove older checkpoints and count them; one that cannot be removed does not make this save fail."""
+        """Remove older checkpoints and return how many; failing to remove one does not make this save fail."""
         activity.at = f"removing older checkpoints of {folder}"
         copying = set() if self.mirror is None else self.mirror.protected()
         try:
@@ -334,7 +334,7 @@ class Merged(NamedTuple):
 
 
 def merge(reports: list[dict[str, Any]]) -> Merged:
-    """Merge what ranks reported, in the order of ranks; together they must have written every element once."""
+    """Merge the reports in rank order; together the ranks must have written every element once."""
     recorded: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
     for report in reports:
@@ -355,7 +355,7 @@ def merge(reports: list[dict[str, Any]]) -> Merged:
 
 
 def shortened_rng(states: list[dict[str, Any]]) -> list[Any]:
-    """Replace a state that an earlier rank has too by that rank's number: most often all ranks have the same."""
+    """Replace a state equal to an earlier rank's by that rank's number: most often all ranks have the same."""
     first = [states.index(state) for state in states]
     return [state if first[rank] == rank else first[rank] for rank, state in enumerate(states)]
 
@@ -371,7 +371,7 @@ def _table(owned: list[HeldTensor]) -> dict[str, Any]:
 
 
 def _make_folder(partial: Path) -> str:
-    """Make an empty folder; returns what is wrong, or "" if it worked."""
+    """Make an empty folder; returns what went wrong, or ""."""
     try:
         if partial.is_symlink():
             partial.unlink()
@@ -383,7 +383,7 @@ def _make_folder(partial: Path) -> str:
 
 
 def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
-    """Add the manifest to `partial`, make everything durable and rename it to `final`."""
+    """Write the manifest into `partial`, make everything durable and rename the folder to `final`."""
     with open(partial / files.MANIFEST, "w", opener=plain_file) as file:
         file.write(files.manifest_text(content))
         file.flush()
@@ -394,7 +394,7 @@ def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Rename `partial` to `final`; what is there is replaced."""
+    """Rename `partial` to `final`, replacing what is there."""
     reach("before-rename", partial)
     if final.exists():
         replaced = final.with_name(final.name + ".replaced")
@@ -410,7 +410,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in the words of the system or of our own error."""
+    """Why something failed, in the words of the operating system or of our own error."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

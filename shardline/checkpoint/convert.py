@@ -1,6 +1,6 @@
-"""`shardline import` and `shardline export`: from Hugging Face and TorchTitan, to Hugging Face or one file, bit by bit.
+"""`shardline import` and `shardline export`: from Hugging Face and TorchTitan, to Hugging Face or one file, bit-exact.
 
-Tensors are read and written one at a time; what is written appears under its name when all of it is on disk.
+Tensors are read and written one at a time; the output gets its name when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardline.checkpoint.torchtitan import DCPTensors
 
 CONSOLIDATED = "consolidated.safetensors"
-METADATA = ".metadata"  # of torch.distributed.checkpoint
+METADATA = ".metadata"  # the index file of torch.distributed.checkpoint
 
 
 def import_model(
@@ -54,8 +54,8 @@ def import_model(
 ) -> int:
     """Write weights as a model-only checkpoint; types are kept unless `dtype` is given.
 
-    `folder` is Hugging Face's, whose config.json and tokenizer files go along: the checkpoint needs nothing else to be
-    trained, sampled or exported. Or it is TorchTitan's, whose model `config` names.
+    `folder` is a Hugging Face folder, whose config.json and tokenizer files are copied, so the checkpoint needs nothing
+    else to be trained, sampled or exported. Or it is TorchTitan's, and `config` names the model.
     """
     folder, out, wanted = Path(folder), Path(out).resolve(), DTYPES[dtype] if dtype else None
     tensors: DCPTensors | HFTensors
@@ -73,14 +73,14 @@ def import_model(
             copy_assets(assets, partial)
         if (folder / "config.json").is_file():
             shutil.copyfile(folder / "config.json", partial / "config.json")
-        trainer = {"step": 0, "samples": 0, "tokens": 0, "tokenizer": ""}  # its tokenizer, if any, lies beside it
+        trainer = {"step": 0, "samples": 0, "tokens": 0, "tokenizer": ""}  # a tokenizer lies beside the weights
         publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded, tensors_table))
     print(f"imported {len(entries)} tensors, {parameter_count(architecture):,} parameters, to {out}")
     return 0
 
 
 def is_dcp_folder(folder: Path) -> bool:
-    """Whether a folder is TorchTitan's; one that holds several steps is an error that names the newest."""
+    """Whether a folder is TorchTitan's; one with several steps raises an error that suggests the newest."""
     steps = [path.parent.name for path in folder.glob(f"step-*/{METADATA}")]
     if steps and not (folder / METADATA).is_file():
         newest = max(steps, key=lambda name: int("".join(filter(str.isdigit, name)) or -1))
@@ -92,7 +92,7 @@ def _open_dcp(folder: Path, trusted: bool, config: Config | None) -> tuple[DCPTe
     if not trusted:
         raise UserError(
             f"{folder} was written by torch.distributed.checkpoint: its {METADATA} is a Python pickle, which can run"
-            " any code when it is read\ngive --trust-pickle if you know who wrote it"
+            " any code when it is read\npass --trust-pickle if you trust whoever wrote it"
         )
     from shardline.checkpoint.torchtitan import open_dcp
 
@@ -119,7 +119,7 @@ def export(
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder or as one consolidated safetensors file.
 
-    What a run with LoRA has trained becomes an adapter in the format of `peft`; with `merge`, the whole model.
+    A checkpoint of a run with LoRA becomes an adapter in the format of `peft`; with `merge`, the whole model.
     """
     if format not in ("hf", "consolidated"):
         raise UserError(f"--format {format}: expected hf or consolidated")
@@ -131,9 +131,9 @@ def export(
     if adapter is not None:
         return _export_adapter(adapter, path, out, format, wanted, overwrite, limit, merge)
     if merge:
-        raise UserError(f"--merge is for adapters: {path} holds a whole model, which is exported as it is")
+        raise UserError(f"--merge is for adapters: {path} holds a whole model, which is exported without it")
     saved = _find(path)
-    if saved.is_hf:  # others are verified as they are read
+    if saved.is_hf:  # other checkpoints are verified while they are read
         saved.verify()
     entries = _entries(saved.weights(), saved.architecture, wanted)
     with _new_folder(out, overwrite, source=saved.path) as partial:
@@ -169,10 +169,10 @@ def _export_adapter(
     limit: int,
     merge: bool,
 ) -> int:
-    """Write an adapter in the format of `peft`, or the model that it makes of its frozen weights."""
+    """Write an adapter in the format of `peft`, or the model that results from merging it into its frozen weights."""
     assets = assets_at(adapter.tokenizer)
     if not merge and (format != "hf" or dtype is not None):
-        raise UserError("--format and --dtype are for whole models: give --merge, or leave them out for the adapter")
+        raise UserError("--format and --dtype apply to whole models: add --merge, or leave them out for an adapter")
     with _new_folder(out, overwrite, source=source) as partial:
         if merge:
             tensors, architecture = adapter.merged()
@@ -193,7 +193,7 @@ def _export_adapter(
 
 
 def _entries(tensors: LazyTensors, arch: Architecture, dtype: torch.dtype | None, prefix: str = "") -> list[Entry]:
-    """All weights, in the type they are stored in unless another is given."""
+    """All weights, in the type they are stored in unless `dtype` is given."""
     entries = entries_from(tensors, logical_shapes(arch), prefix)
     if dtype is None:
         return entries
@@ -201,7 +201,7 @@ def _entries(tensors: LazyTensors, arch: Architecture, dtype: torch.dtype | None
 
 
 def size_of(text: str) -> int:
-    """Bytes of `5GB`, `500MB`, `2GiB`."""
+    """Return the number of bytes in `5GB`, `500MB`, `2GiB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", text.strip().upper())
     size = 0 if match is None else int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
     if size < 1:
@@ -217,7 +217,7 @@ def _find(path: Path) -> files.Saved:
 
 @contextlib.contextmanager
 def _new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into; it is removed if it is not renamed, whatever happens."""
+    """Yield a folder beside `out` to write into; it is always removed unless it was renamed."""
     _check_place(out, overwrite, source)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
@@ -232,14 +232,14 @@ def _new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
 
 
 def _check_place(out: Path, overwrite: bool, source: Path) -> None:
-    """Refuse to replace what is there without --overwrite, or if it is no model: a home folder is never emptied."""
+    """Refuse to replace anything without --overwrite, or anything but a model: a home folder is never emptied."""
     here = source.resolve()
     if here == out or here in out.parents or out in here.parents:
-        raise UserError(f"{out} and {source} overlap: name a folder apart from what is read")
+        raise UserError(f"{out} and {source} overlap: write to a folder outside the one that is read")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
-        raise UserError(f"{out} exists and is not empty: name another folder, or give --overwrite")
+        raise UserError(f"{out} exists and is not empty: use another folder, or pass --overwrite")
     known = ("manifest.json", "config.json", "adapter_config.json", CONSOLIDATED)
     if not any((out / name).is_file() for name in known):
-        raise UserError(f"{out} is no checkpoint and no exported model: --overwrite does not replace it")
+        raise UserError(f"{out} is neither a checkpoint nor an exported model, so --overwrite does not replace it")

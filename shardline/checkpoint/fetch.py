@@ -1,6 +1,6 @@
 """Fetches checkpoints from a URL: into a cache to be read, or into a run's folder to be resumed.
 
-Every block is compared with its checksum on the way; what arrives appears under its name when all of it is on disk.
+Every block is compared with its checksum on arrival; a checkpoint gets its name when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("shardline")
 
 
 def local_path(where: str | Path, step: int = -1) -> Path:
-    """A path as it is; for a URL the checkpoint it means (the newest, or `step`), copied into the cache."""
+    """Return a path as it is; for a URL, copy the checkpoint it means (the newest, or `step`) into the cache."""
     if not is_url(where):
         return Path(where)
     place = locate(where)
@@ -46,7 +46,7 @@ def _checked(saved: Saved) -> Saved:
 
 
 def _cached(saved: Saved) -> Path:
-    """Fetch one copy for all processes of a machine: the first that comes fetches it, the others wait."""
+    """Fetch one copy for all processes of a machine: the first process fetches it while the others wait."""
     parent, name = saved.place.name.rstrip("/").rsplit("/", 1)
     folder = cache_folder(None) / "checkpoints" / hashlib.sha256(parent.encode()).hexdigest()[:16]
     target = folder / name
@@ -62,7 +62,7 @@ def _cached(saved: Saved) -> Path:
 
 
 def fetch(saved: Saved, target: Path) -> None:
-    """Copy a checkpoint to `target`, verified; the folder gets its name when all of it is there."""
+    """Copy a checkpoint to `target` and verify it; the folder gets its name when all of it is there."""
     say(f"fetching {saved.place} ({sized(saved.size)}) to {target}")
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -84,7 +84,7 @@ def fetch(saved: Saved, target: Path) -> None:
 def fetch_to_resume(url: str, folder: Path) -> None:
     """Fetch the newest good checkpoint from the mirror if `folder` holds none.
 
-    Weights of a run that had ended are fetched with the newest full checkpoint before them.
+    If the newest holds only a finished run's weights, the newest full checkpoint before it is fetched as well.
     """
     if step_names(locate(folder)):
         return
@@ -92,7 +92,7 @@ def fetch_to_resume(url: str, folder: Path) -> None:
     with _named(place):
         every = [look_at(place / name) for name in reversed(step_names(place))]
         for found in every:
-            if found.saved is not None:  # this run's own from now on
+            if found.saved is not None:  # they belong to this run from now on
                 rows[found.place.base] = {"sha256": digest_of(found.place), "kind": found.saved.kind}
         for found in every:
             try:

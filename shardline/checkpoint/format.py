@@ -1,12 +1,12 @@
-"""What a checkpoint is on disk: safetensors shards written by the ranks that hold them, and a JSON manifest. No pickle.
+"""The checkpoint format on disk: safetensors shards, each written by a rank, and a JSON manifest. No pickle.
 
     checkpoint/step-200/manifest.json                        format, step, kind, architecture, trainer state, tables
     checkpoint/step-200/shard-00000-of-00004.safetensors     pieces of model/<name> and optimizer/<kind>/<name>
 
 A folder is written as `step-200.partial` and renamed when everything in it is on disk, so a crash leaves either a whole
-checkpoint or one that is recognised as broken; `LEFTOVERS` has all such endings. `kind` is "full" (can be resumed) or
-"model" (weights only). Names are unfused; a piece that is not all of its tensor has its place in its key. The manifest
-has the checksums of the shards and, at its end, its own. docs/checkpoints.md describes every field.
+checkpoint or one that is recognised as broken; `LEFTOVERS` lists the suffixes of such folders. `kind` is "full" (can be
+resumed) or "model" (weights only). Names are unfused; the key of a piece that is only part of its tensor includes its
+place. The manifest has the checksums of the shards and, at its end, its own. docs/checkpoints.md describes every field.
 
 Nothing here imports torch before a tensor is read: `shardline checkpoint ls` answers at once.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "shardline-checkpoint", 2
 MANIFEST = "manifest.json"
 LEFTOVERS = {
-    "partial": "a save that did not end, or is under way",
+    "partial": "a save that is under way or was cut short",
     "damaged": "set aside: it failed its checksums",
     "abandoned": "set aside: its steps were trained again",
     "replaced": "the older of two saves of this step",
@@ -96,10 +96,10 @@ class Saved:
     def size(self) -> int:
         return sum(int(recorded["size"]) for recorded in self.files.values())
 
-    # ---- whether it is whole -----------------------------------------------------------------------------------------
+    # ---- is it whole? ------------------------------------------------------------------------------------------------
 
     def check_sizes(self) -> list[Problem]:
-        """Check that every file is there with its size; nothing is read."""
+        """Check that every file exists and has the recorded size; nothing is read."""
         found = (check_size(self.place / name, recorded) for name, recorded in self.files.items())
         return [problem for problem in found if problem is not None]
 
@@ -141,11 +141,11 @@ class Saved:
 
     @property
     def is_hf(self) -> bool:
-        """Whether this is a Hugging Face folder with a manifest beside it, as a last save may be."""
+        """Whether this is a Hugging Face folder with a manifest, as the last save of a run may be."""
         return not self.manifest["tensors"]
 
     def summaries(self) -> dict[str, TensorSummary]:
-        """Every tensor by name, from the manifest; those of a Hugging Face folder from the files' headers."""
+        """Every tensor by name, from the manifest or, for a Hugging Face folder, from the files' headers."""
         if self.is_hf:
             return {name: TensorSummary(row.dtype, row.shape, 1) for name, row in self._headers()}
         rows = self.manifest["tensors"].items()
@@ -163,7 +163,7 @@ class Saved:
         return TensorView(self.shards, prefix)
 
     def weights(self) -> TensorView | HFTensors:
-        """The model under unfused names, each tensor read when asked for."""
+        """The model's weights under unfused names, each read when it is asked for."""
         from shardline.models.huggingface.files import read_hf
 
         return read_hf(self.path, self.architecture) if self.is_hf else self.tensors("model/")
@@ -210,13 +210,13 @@ def manifest_text(content: dict[str, Any]) -> str:
 
 
 def manifest_checksum(content: Mapping[str, Any]) -> int:
-    """The checksum of everything in a manifest: a flipped bit in a number would otherwise be believed."""
+    """The checksum of everything in a manifest: otherwise a flipped bit in a number would go unnoticed."""
     text = json.dumps({key: value for key, value in content.items() if key != "crc32"}, sort_keys=True)
     return zlib.crc32(text.encode())
 
 
 class _Unreadable(Exception):
-    """What is wrong with a manifest, to follow its name: `is damaged: it fails its checksum`."""
+    """What is wrong with a manifest, as a predicate to follow its name: `is damaged: it fails its checksum`."""
 
 
 def _parse(place: Location) -> Saved:
@@ -224,7 +224,7 @@ def _parse(place: Location) -> Saved:
         content = parse_json((place / MANIFEST).text())
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             form = f"format {content['format']!r} version {content['version']!r}"
-            raise _Unreadable(f"has {form}, which is not readable here: only version {VERSION} is")
+            raise _Unreadable(f"has {form}, but this program reads only version {VERSION}")
         if content["crc32"] != manifest_checksum(content):
             raise _Unreadable("is damaged: it fails its checksum")
         check_manifest(content)
@@ -244,16 +244,16 @@ def _parse(place: Location) -> Saved:
 
 
 class Found(NamedTuple):
-    """A folder of a step as a listing finds it: a checkpoint, or the reason why it is none."""
+    """A step's folder as a listing finds it: a checkpoint, or the reason why it is not one."""
 
     place: Location
     step: int
     leftover: str  # "" or a key of LEFTOVERS
     saved: Saved | None
-    problem: str = ""  # of its manifest
+    problem: str = ""  # what is wrong with its manifest
 
     def check(self) -> list[Problem]:
-        """What can be seen without reading files: each must be there, with its size."""
+        """Find the problems that show without reading files: each must exist and have its size."""
         if self.saved is None:
             return [Problem(str(self.place / MANIFEST), self.problem)]
         return self.saved.check_sizes()
@@ -264,7 +264,7 @@ class Found(NamedTuple):
 
 
 def look_at(place: Location, any_step: bool = False) -> Found:
-    """Read the manifest of a step's folder, if that is possible; it must be of the step in the folder's name."""
+    """Read the manifest of a step's folder, if possible; its step must be the one in the folder's name."""
     name = _NAME.fullmatch(place.base)
     step, leftover = (-1, "") if name is None else (int(name[1]), name[2] or "")
     try:
@@ -277,11 +277,11 @@ def look_at(place: Location, any_step: bool = False) -> Found:
 
 
 def list_folder(folder: Location | Path, leftovers: bool = False) -> list[Found]:
-    """Every step in a folder, oldest first, broken ones too; also what crashes left behind, if asked for."""
+    """List every step in a folder, oldest first, including broken ones; with `leftovers` also what crashes left."""
     place = folder if isinstance(folder, Location) else locate(folder)
     names, found = set(place.names()), list[Found]()
     for name in (name for text in names if (name := _NAME.fullmatch(text)) is not None):
-        # The rename that should have replaced it was cut short: it still counts.
+        # A `.replaced` folder still counts if the rename of its replacement was cut short.
         current = name[2] is None or (name[2] == "replaced" and f"step-{name[1]}" not in names)
         if current or leftovers:
             one = look_at(place / name[0])
@@ -306,15 +306,15 @@ def find(where: Location) -> tuple[Location, list[Found]]:
 
 
 def find_checkpoint(where: Location | Path, step: int = -1) -> Saved:
-    """The checkpoint that `where` means: a step's folder, a run's or one of checkpoints (its newest, or `step`)."""
+    """Find the checkpoint that `where` means: a step's folder, or the newest one (or `step`) of a run."""
     folder, every = find(where if isinstance(where, Location) else locate(where))
-    if len(every) == 1 and every[0].place == folder:  # named itself, whatever it was set aside for
+    if len(every) == 1 and every[0].place == folder:  # the caller named this folder, even if it was set aside
         every = [every[0]._replace(leftover="")]
     return choose(folder, every, step)
 
 
 def choose(folder: Location | Path, every: Sequence[Found], step: int = -1) -> Saved:
-    """The newest checkpoint of a listing, or that of `step`."""
+    """Return the newest checkpoint of a listing, or that of `step`."""
     steps = [found for found in every if not found.leftover]
     fitting = [found for found in steps if step in (-1, found.step)]
     for found in reversed(fitting):
@@ -327,22 +327,22 @@ def choose(folder: Location | Path, every: Sequence[Found], step: int = -1) -> S
 
 
 def step_names(folder: Location) -> list[str]:
-    """`step-2`, `step-10`, ... that have a manifest, oldest first; none is read."""
+    """List the folders `step-2`, `step-10`, ... that have a manifest, oldest first; no manifest is read."""
     names = [name for name in folder.names() if re.fullmatch(r"step-\d+", name)]
     return sorted((name for name in names if (folder / name / MANIFEST).is_file()), key=lambda name: int(name[5:]))
 
 
 def set_aside(saved: Saved, why: str) -> Path:
-    """Rename a checkpoint that a run must not come back to: `step-8.abandoned`, `step-8.damaged`."""
+    """Rename a checkpoint that a run must not use again: `step-8.abandoned`, `step-8.damaged`."""
     aside = saved.path.with_name(f"step-{saved.step}.{why}")
     shutil.rmtree(aside, ignore_errors=True)
     return saved.path.rename(aside)
 
 
 def prune(folder: Path, keep: int, protected: Collection[int] = ()) -> list[Path]:
-    """Remove all but the newest `keep` (0: keep all), never `protected` steps or the newest that can be resumed.
+    """Remove all but the newest `keep` checkpoints (0: keep all), never `protected` steps or the newest resumable one.
 
-    Of what earlier attempts left, partial saves go, and of damaged and abandoned ones all but the newest.
+    It also removes leftovers: partial saves, and all but the newest of the damaged and of the abandoned checkpoints.
     """
     reach("before-prune", folder)
     every = list_checkpoints(folder)
@@ -356,7 +356,7 @@ def prune(folder: Path, keep: int, protected: Collection[int] = ()) -> list[Path
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, renamed first: one that a crash leaves half removed must not look like a checkpoint."""
+    """Rename a checkpoint, then remove it: one that a crash leaves half removed must not look like a checkpoint."""
     doomed = path.with_name(f"{path.name.partition('.')[0]}.removed")
     if path != doomed:
         shutil.rmtree(doomed, ignore_errors=True)
@@ -366,7 +366,7 @@ def remove(path: Path) -> None:
 
 
 def _leftovers(folder: Path) -> list[Path]:
-    """What pruning removes of the leftovers in a folder."""
+    """The leftovers in a folder that pruning removes."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.glob("step-*.*"):
         name = _NAME.fullmatch(path.name)
@@ -386,7 +386,7 @@ def shard_name(rank: int, world_size: int) -> str:
 
 
 def write_whole(partial: Path, entries: Sequence[Entry]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write one shard with whole tensors, for whoever has all of them; the manifest's `files` and `tensors`."""
+    """Write whole tensors as a single shard; returns the manifest's `files` and `tensors`."""
     name = shard_name(0, 1)
     record = write_tensors(partial / name, entries)
     tensors = {

@@ -1,4 +1,4 @@
-"""Fills a model and its optimizer from a checkpoint of any layout: each rank reads what it holds."""
+"""Fills a model and its optimizer from a checkpoint of any layout: each rank reads the parts that it holds."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from shardline.storage.blocks import Damaged
 
 
 def load_model(saved: Saved, model: Decoder) -> None:
-    """Fill a model from a checkpoint; with LoRA, what is trained of it from a checkpoint that holds just that."""
+    """Fill a model from a checkpoint; with LoRA, fill the trained weights from a checkpoint of an adapter."""
     how = model.adaptation
     if how is None:
         load_weights(saved, model)
         return
     differing = changed(saved.trainer.get("lora", {}), recorded(how, recorded_base(saved)))
     if differing:
-        raise UserError(f"{saved.path} is of another adapter ({', '.join(differing)}); set these as they were")
+        raise UserError(f"{saved.path} is of another adapter ({', '.join(differing)}); restore these settings")
     if saved.is_hf:
         _, tensors = open_peft(saved.path, model.arch)
         load_logical_state(trained_parameters(model), tensors, strict=False)
@@ -59,7 +59,7 @@ def load_weights(saved: Saved, model: Parameters) -> None:
 
 @contextlib.contextmanager
 def _damaged(saved: Saved) -> Iterator[None]:
-    """Blame the manifest, whose architecture was compared with the model's, for tensors that do not fit it."""
+    """Blame the manifest for tensors that do not fit: its architecture was already compared with the model's."""
     try:
         yield
     except UserError as error:
@@ -76,13 +76,13 @@ def load_state(shards: ShardFiles, model: Decoder, optimizer: torch.optim.Optimi
     for key, target in prepare_state(optimizer, model, _saved_state(shards, model)):
         kind, name = key.split(".", 1)
         pieces = state_pieces(model.arch, kind, name, target, parameters[name])
-        if pieces and pieces[0].rows is None and pieces[0].half is None:  # the same under every logical name
+        if pieces and pieces[0].rows is None and pieces[0].half is None:  # the same state under every logical name
             pieces = pieces[:1]
         _fill(shards, f"optimizer/{kind}/", pieces, target)
 
 
 def _saved_state(shards: ShardFiles, model: Decoder) -> dict[str, SavedState]:
-    """State of this rank's parameters, by `<kind>.<parameter>` (`exp_avg.norm.weight`); codes count as values."""
+    """The saved state of this rank's parameters by `<kind>.<parameter>` (`exp_avg.norm.weight`), codes as values."""
     kinds = {name.split("/", 2)[1] for name in shards if name.startswith("optimizer/")}
     kinds = {kind for kind in kinds if kind.removesuffix(SCALES) == kind or kind.removesuffix(SCALES) not in kinds}
     found: dict[str, SavedState] = {}
@@ -102,7 +102,7 @@ def _saved_state(shards: ShardFiles, model: Decoder) -> dict[str, SavedState]:
 def _state_shape(
     kind: str, stored: list[tuple[int, ...]], whole: list[TensorPiece], shape: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The shape that state has here, from those of its logical tensors and of the parameter's."""
+    """The shape of the state in this run, from the shapes of its logical tensors and of the parameter."""
     if stored == [piece.shape for piece in whole]:
         return shape
     if kind == ROWS and stored == [(*piece.shape[:-1], 1) for piece in whole]:
@@ -123,7 +123,7 @@ def _fill(shards: ShardFiles, prefix: str, pieces: list[TensorPiece], tensor: Te
         stored = shards.stored(prefix + piece.name)
         if stored.shape != piece.shape:
             where = shards.folder / MANIFEST
-            raise Damaged(f"{where}: {piece.name} has shape {stored.shape}, the model wants {piece.shape}")
+            raise Damaged(f"{where}: {piece.name} has shape {stored.shape}, but the model needs {piece.shape}")
         scales = _scales(shards, f"{prefix.removesuffix('/')}{SCALES}/{piece.name}", piece)
         for place, block in shards.blocks(prefix + piece.name, piece.place):
             values = block if scales is None else decode(block, scales[place.within(piece.place).slices])
@@ -131,7 +131,7 @@ def _fill(shards: ShardFiles, prefix: str, pieces: list[TensorPiece], tensor: Te
 
 
 def _scales(shards: ShardFiles, name: str, piece: TensorPiece) -> Tensor | None:
-    """The scale of every element of a piece that was saved in 8 bits; None for others."""
+    """The scale of every element of a piece that was saved in 8 bits; None for other pieces."""
     if name not in shards:
         return None
     blocks, columns = shards.stored(name).shape[-1], piece.shape[-1]

@@ -1,10 +1,10 @@
-"""`checkpoint.mirror`: finished checkpoints are copied to any fsspec URL in the background.
+"""`checkpoint.mirror`: copies finished checkpoints to any fsspec URL in the background.
 
     step-200 renamed --> nudge --> thread: step-200/*.safetensors --> sizes right? --> step-200/manifest.json --> prune
 
 A checkpoint without its manifest does not count, so the manifest goes last when one is copied and first when one is
-removed. `mirror.json` beside the checkpoints records what this run has copied: nothing else is replaced or removed
-there. A copy that fails is logged once and tried again with the next save; it never stops the training.
+removed. `mirror.json` beside the checkpoints records what this run has copied: nothing else at the URL is replaced or
+removed. A copy that fails is logged once and tried again with the next save; it never stops training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardline.words import sized
 
 log = logging.getLogger("shardline")
 RECORD = "mirror.json"
-PATIENCE_SECONDS = 10.0  # at the end, before the wait is logged
+PATIENCE_SECONDS = 10.0  # at the end of the run, how often the wait is logged
 
 
 class Gone(Exception):
@@ -42,7 +42,7 @@ class Taken(Exception):
 
 
 class Mirror:
-    """Copies the checkpoints in `folder` to `url` and keeps `keep` of them there (0: all). One process uses it."""
+    """Copies the checkpoints in `folder` to `url` and keeps `keep` of them there (0: all). Only one process uses it."""
 
     def __init__(self, url: str, folder: Path, keep: int) -> None:
         self.url, self.folder, self.keep = url, folder, keep
@@ -50,7 +50,7 @@ class Mirror:
             self.place = locate(url)
         local = self.place.local
         if local is not None and _overlap(local.resolve(), folder.resolve()):
-            raise UserError(f"checkpoint.mirror = {url} overlaps {folder}: name a folder apart from the run's")
+            raise UserError(f"checkpoint.mirror = {url} overlaps {folder}: use a folder outside the run's")
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._again = self._closed = self._last = False
@@ -61,7 +61,7 @@ class Mirror:
     # ---- from the run ------------------------------------------------------------------------------------------------
 
     def nudge(self) -> None:
-        """Start copying what is new, in the background."""
+        """Start copying new checkpoints in the background."""
         with self._lock:
             self._again = True
             if self._thread is None and not self._closed:
@@ -74,7 +74,7 @@ class Mirror:
         return set() if copying is None else {copying}
 
     def finish(self) -> None:
-        """Wait for the last copy; one that had failed is tried once more."""
+        """Wait for the last copy; one that failed is tried once more."""
         self._last = True
         self.nudge()
         began = logged = time.monotonic()
@@ -85,7 +85,7 @@ class Mirror:
                 log.info("copying step %s to %s, %.0f s so far", self._copying, self.url, logged - began)
 
     def close(self) -> None:
-        """Copy nothing more; a copy that is cut short has no manifest."""
+        """Stop copying; a copy that is cut short has no manifest."""
         self._closed = True
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
@@ -99,11 +99,11 @@ class Mirror:
                 self._again = False
             try:
                 self._sync()
-            except Exception as error:  # whatever a file system raises: training goes on
+            except Exception as error:  # training goes on, whatever a file system raises
                 log.warning("%s: %s; %s", self.url, _reason(error), self._prospect())
 
     def _prospect(self) -> str:
-        return "the run ends without it" if self._last else "tried again with the next save"
+        return "the run ends without it" if self._last else "the next save tries again"
 
     def _sync(self) -> None:
         while not self._closed and (saved := self._newest_missing()) is not None:
@@ -115,7 +115,7 @@ class Mirror:
             except Taken:
                 name = saved.place.base
                 self._taken.add(name)
-                log.warning("%s is not copied: %s is another run's, and left alone", saved.place, self.place / name)
+                log.warning("%s is not copied: %s belongs to another run", saved.place, self.place / name)
                 continue
             except Exception as error:
                 line = f"{saved.place} was not copied to {self.url}: {_reason(error)}; {self._prospect()}"
@@ -139,7 +139,7 @@ class Mirror:
             if saved is None or copied.get(name, {}).get("sha256") == digest_of(saved.place):
                 continue
             self._copying = saved.step
-            if (self.folder / name / MANIFEST).is_file():  # it is protected from now on, and was not pruned before
+            if (self.folder / name / MANIFEST).is_file():  # protected from now on, and not pruned before that
                 return saved
         self._copying = None
         return None
@@ -150,7 +150,7 @@ class Mirror:
         if there not in (None, digest) and name not in copied:
             raise Taken
         row = {"sha256": "", "kind": saved.kind}
-        write_record(self.folder, self.url, {**copied, name: row})  # a copy that is cut short is this run's, too
+        write_record(self.folder, self.url, {**copied, name: row})  # a copy that is cut short belongs to this run, too
         if there != digest or look_at(target).check():
             self._copy_files(saved, target)
         if not self._closed:
@@ -172,14 +172,14 @@ class Mirror:
             self.place.fs.invalidate_cache()
             written = (target / name).size()
             if written != size:
-                raise OSError(f"{target / name} has {written} bytes there, {size} were sent")
+                raise OSError(f"{target / name} has {written} bytes, but {size} were sent")
             if self._closed:
                 return
 
     def _prune(self) -> None:
-        """Keep there what `keep_latest_k` keeps here; steps after the newest here were trained again.
+        """Apply `keep_latest_k` to the mirror, and drop steps after the newest local one: they were trained again.
 
-        A copy that was cut short is removed if its checkpoint is not here any more.
+        A copy that was cut short is removed if its checkpoint no longer exists locally.
         """
         copied = read_record(self.folder, self.url)
         steps = {_step(name): name for name in copied}
@@ -189,14 +189,14 @@ class Mirror:
         kept |= set([step for step in current if copied[steps[step]]["kind"] == "full"][-1:])
         for step in sorted(set(steps) - kept):
             gone = self.place / steps[step]
-            (gone / MANIFEST).remove()  # first: what is left of a removal that was cut short is no checkpoint
+            (gone / MANIFEST).remove()  # first, so that a removal that is cut short leaves no checkpoint
             gone.remove()
             del copied[steps[step]]
             write_record(self.folder, self.url, copied)
 
 
 def open_mirror(config: Config, run: RunFolder, checked: bool = False) -> Mirror | None:
-    """The mirror of a run that may save; a new run must find it empty, unless that was `checked` before."""
+    """Open the mirror of a run that may save; a new run must find it empty, unless that was `checked` before."""
     section = config.checkpoint
     if why_not_saved(config) is not None or section.mirror is None:
         return None
@@ -215,12 +215,12 @@ def check_free(url: str) -> None:
         raise
     except Exception as error:
         reason = _reason(error)
-        log.warning("checkpoint.mirror = %s cannot be listed now (%s); every save tries to copy there", url, reason)
+        log.warning("checkpoint.mirror = %s cannot be listed now (%s); every save will try to copy there", url, reason)
         return
     if there:
         raise UserError(
-            f"checkpoint.mirror = {url} already holds {there[-1]} of another run: --resume into an empty folder goes on"
-            " from it; a new run needs a URL of its own"
+            f"checkpoint.mirror = {url} already holds {there[-1]} of another run: continue that run with --resume and"
+            " an empty folder, or set another URL for a new run"
         )
 
 
@@ -237,7 +237,7 @@ def write_record(folder: Path, url: str, steps: dict[str, Any]) -> None:
 
 
 def digest_of(folder: Location) -> str | None:
-    """The SHA-256 of a checkpoint's manifest, None if there is none: the manifest has the checksums of the rest."""
+    """The SHA-256 of a checkpoint's manifest, which has the checksums of all other files; None if there is none."""
     try:
         with (folder / MANIFEST).open() as file:
             return hashlib.sha256(file.read()).hexdigest()

@@ -50,20 +50,20 @@ log = logging.getLogger("shardline")
 
 @dataclass
 class RunPosition:
-    """How far a run is: all that a resumed run needs besides weights and optimizer state."""
+    """How far a run has come: everything a resumed run needs besides weights and optimizer state."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
-    schedule_start: int = 0  # the step at which the learning-rate schedule began; below 0 where steps count anew
-    validated: int = 0  # samples of each validation
-    best_validation: float | None = None  # the lowest loss of a validation so far, with validation.patience
-    worse_validations: int = 0  # since then
-    loss_scale: tuple[float, int] = (0.0, 0)  # of float16: factor, good steps
+    schedule_start: int = 0  # the step at which the learning-rate schedule began; negative if steps were reset
+    validated: int = 0  # samples read by each validation
+    best_validation: float | None = None  # the lowest validation loss so far, with validation.patience
+    worse_validations: int = 0  # validations since the best one
+    loss_scale: tuple[float, int] = (0.0, 0)  # for float16: the scale, and the good steps since it changed
     excluded: tuple[str, ...] = ()  # checkpoint.exclude_from_loading when this run was started
     lr: float = 0.0  # learning rate of the last step
-    last_step: int = 0  # at which the run was to end
-    history: str = ""  # of the replica groups that made its steps: groups with equal histories have equal weights
+    last_step: int = 0  # the step at which the run was to end
+    history: str = ""  # the replica groups that took part in its steps: equal histories mean equal weights
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class DataIdentity:
     tokenizer: str
 
 
-_NEEDED = ("step", "samples", "tokens", "schedule_start", "rng")  # of the trainer in a manifest
+_NEEDED = ("step", "samples", "tokens", "schedule_start", "rng")  # keys of "trainer" in a manifest
 
 
 class _Choice(NamedTuple):
@@ -90,23 +90,23 @@ class _Choice(NamedTuple):
 
 @dataclass
 class Start:
-    """Fills a built model and optimizer and finds out how far the run is."""
+    """Fills a built model and optimizer, and finds out how far the run has come."""
 
     config: Config
-    folder: Path  # of the run's checkpoints
+    folder: Path  # the run's checkpoint folder
     model: Decoder
     optimizer: torch.optim.Optimizer
     identity: DataIdentity
     total_steps: int
     mesh: Mesh
-    load_extra: Callable[[ShardFiles], None] = lambda shards: None  # state besides weights and optimizer
-    base: Base | None = None  # with LoRA or a copy: the frozen weights
-    found: list[Found] | None = None  # what rank 0 has listed in the folder; None: not yet
-    copy: Decoder | None = None  # of the model as it begins, for pairs to be compared by
-    _damages: list[str] = field(default_factory=list)  # of checkpoints that were tried
+    load_extra: Callable[[ShardFiles], None] = lambda shards: None  # loads state besides weights and optimizer
+    base: Base | None = None  # the frozen weights, with LoRA or a reference model
+    found: list[Found] | None = None  # rank 0's listing of the folder; None: not listed yet
+    copy: Decoder | None = None  # the reference model for preference pairs: a copy of the initial weights
+    _damages: list[str] = field(default_factory=list)  # why checkpoints that were tried are damaged
 
     def run(self, resume: bool, seed: int) -> tuple[RunPosition, bool]:
-        """Give the model its weights; returns how far the run is, and whether it had already finished."""
+        """Give the model its weights; returns how far the run has come and whether it had already finished."""
         position = RunPosition(excluded=tuple(sorted(set(self.config.checkpoint.exclude_from_loading))))
         if self.copy is not None and self.base is not None:
             self._fill_base(self.base, self.copy)
@@ -140,7 +140,7 @@ class Start:
         log.info("frozen weights from %s", base.words if base.path else f"seed {base.seed}: they are random")
 
     def _start_adapter(self, seed: int) -> None:
-        """Draw what is trained, or read it from the folder of an adapter."""
+        """Draw the trained matrices, or read them from an adapter's folder."""
         given = self.config.lora.adapter_path
         if given is None:
             draw_matrices(self.model, seed)
@@ -151,7 +151,7 @@ class Start:
         log.info("adapter from %s", given)
 
     def last_step(self, position: RunPosition) -> int:
-        """The step at which a run that is this far ends."""
+        """The step at which a run that has come this far ends."""
         return _last_step(self.config, self.total_steps, asdict(position), asdict(self.identity))
 
     # ---- the run's own checkpoints -----------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Start:
     def _resume(self, position: RunPosition, seed: int) -> bool:
         """Load the newest good checkpoint on every rank; returns whether the run had finished.
 
-        Rank 0 chooses, since it alone may rename what is not good. Ranks agree on whether all could load it.
+        Rank 0 chooses, since it alone may rename bad checkpoints. Ranks agree on whether all of them could load it.
         """
         while True:
             choice = self.mesh.from_rank_0(self._choose)
@@ -180,7 +180,7 @@ class Start:
         return self.found
 
     def _choose(self) -> _Choice:
-        """Choose the newest checkpoint that can be resumed; set aside those that are seen to be damaged."""
+        """Choose the newest checkpoint that can be resumed; set aside those found to be damaged."""
         wanted = self.config.checkpoint.load_step
         for found in self._listing():
             if found.saved is None:
@@ -203,12 +203,12 @@ class Start:
             return _Choice(saved.path.name, saved.step, False)
         why = f" ({'; '.join(self._damages)})" if self._damages else ""
         raise UserError(
-            f"{self.folder} holds no checkpoint that can be resumed{why}; --overwrite starts anew,"
-            " checkpoint.initial_load_path starts another run from weights"
+            f"{self.folder} holds no checkpoint that can be resumed{why}; start over with --overwrite, or start another"
+            " run from weights with checkpoint.initial_load_path"
         )
 
     def _give_up(self, step: int, damage: str) -> None:
-        """Set a damaged checkpoint aside so that an older one is tried, unless the user asked for this one."""
+        """Set a damaged checkpoint aside and go on to an older one, unless the user asked for this one."""
         if self.config.checkpoint.load_step != -1:
             raise UserError(damage)
         self._skip(damage)
@@ -221,13 +221,13 @@ class Start:
 
     def _set_aside(self, step: int, why: str) -> Path:
         (saved,) = _candidates(self._listing(), step)
-        self.found = None  # the copy that it replaced may count from now on
+        self.found = None  # the older save of this step that it replaced may count from now on
         return files.set_aside(saved, why)
 
     def _abandon_after(self, step: int) -> None:
-        """Set later checkpoints aside: their steps are trained again, and no later start may take them."""
+        """Set later checkpoints aside: their steps are trained again, so no later start may use them."""
         while later := [saved.step for saved in _candidates(self._listing()) if saved.step > step]:
-            log.info("step %d is trained again: %s", later[0], self._set_aside(later[0], "abandoned"))
+            log.info("step %d will be trained again: %s", later[0], self._set_aside(later[0], "abandoned"))
 
     def _load_step(self, name: str, position: RunPosition, seed: int) -> None:
         saved = files.look_at(locate(self.folder / name)).saved
@@ -241,7 +241,7 @@ class Start:
         left_out = self._left_out(saved)
         if "train_state" in left_out:
             raise UserError(
-                f'checkpoint.exclude_from_loading = ["train_state"] would count steps from 0 beside {saved.path}; take'
+                f'checkpoint.exclude_from_loading = ["train_state"] would count steps from 0 beside {saved.path}; use'
                 f" another job.dump_folder with checkpoint.initial_load_path = {str(saved.path)!r} and"
                 " checkpoint.initial_load_model_only = false"
             )
@@ -255,10 +255,10 @@ class Start:
             raise UserError(f"{saved.path}: {error}") from error
 
     def _left_out(self, saved: Saved) -> set[str]:
-        """Names what is not loaded of a checkpoint of this run.
+        """Return the parts of this run's checkpoint that are not loaded.
 
-        `checkpoint.exclude_from_loading` is for the first start. A checkpoint of the run that was started so holds what
-        was made instead, and a restart loads it, unless data or optimizer have changed once more.
+        `checkpoint.exclude_from_loading` applies to the first start. The run's later checkpoints hold the state that
+        replaced the excluded parts, so a restart loads it, unless data or optimizer have changed again.
         """
         wanted = set(self.config.checkpoint.exclude_from_loading)
         since = wanted & set(saved.trainer.get("excluded", ()))
@@ -274,7 +274,7 @@ class Start:
         return wanted - since
 
     def _agree(self, load: Callable[[], None]) -> str:
-        """Load on every rank; returns which file is damaged, "" if none is. Other errors are raised on all ranks."""
+        """Load on every rank; returns the damage found, or "". Other errors are raised on all ranks."""
         damage = refusal = ""
         try:
             load()
@@ -317,15 +317,15 @@ class Start:
                 raise UserError(damage)
             if position.step >= self.last_step(position):
                 raise UserError(
-                    f"{path} is at step {position.step} and this run would end at {self.last_step(position)}:"
-                    " training.steps counts on from there; count from 0 with checkpoint.exclude_from_loading ="
-                    ' ["train_state"], or load the weights alone with checkpoint.initial_load_model_only = true'
+                    f"{path} is at step {position.step} and this run would end at {self.last_step(position)}, since"
+                    " training.steps continues its count; count from 0 with checkpoint.exclude_from_loading ="
+                    ' ["train_state"], or load only the weights with checkpoint.initial_load_model_only = true'
                 )
         log.info("initial weights from %s", path)
         return True
 
     def _weights_in(self, folder: Path) -> LazyTensors:
-        """The weights of a Hugging Face folder, with rows for tokens that `[data]` adds to its vocabulary."""
+        """The weights of a Hugging Face folder, with rows for the tokens that `[data]` adds to its vocabulary."""
         arch, added = self.model.arch, bool(self.config.data.added_tokens or self.config.data.special_tokens)
         stored = architecture_from_hf(folder).vocab_size if added and (folder / "config.json").is_file() else 0
         if not 0 < stored < arch.vocab_size:
@@ -347,19 +347,19 @@ class Start:
             raise
 
     def _compare_initial(self, saved: Saved, has_weights: bool) -> None:
-        """Refuse weights that do not fit; warn of weights that fit a model that computes differently."""
+        """Refuse weights that do not fit; warn if they fit but come from a model that computes differently."""
         ours = self.model.arch
         changes = _changes(saved.architecture, ours)
         if has_weights and logical_shapes(saved.architecture) != logical_shapes(ours):
             raise UserError(
-                f"checkpoint.initial_load_path: {saved.path} is of another model ({changes}); give this run's model the"
-                " same sizes (model.flavor, model.overrides), or name another checkpoint"
+                f"checkpoint.initial_load_path: {saved.path} is of another model ({changes}); set the same sizes for"
+                " this run's model (model.flavor, model.overrides), or use another checkpoint"
             )
         if changes:
             log.warning("%s was trained by a model that computes differently: %s", saved.path, changes)
 
     def _initial_path(self, given: str) -> Path:
-        """Fetch a checkpoint that is given as a URL: one rank of each machine makes a copy for all of them."""
+        """Fetch a checkpoint given as a URL: one rank of each machine makes the copy that its other ranks use."""
         if not is_url(given):
             return Path(given)
         fetched: list[Path] = []
@@ -409,17 +409,17 @@ class Start:
             position.samples = trainer["samples"]
 
     def _rng(self, saved: Saved) -> Mapping[str, Any]:
-        """This rank's random state if the ranks are those that saved it; else rank 0's, on all of them."""
+        """This rank's random state if the layout is the one that saved it; otherwise rank 0's on all ranks."""
         states, layout = saved.trainer["rng"], saved.manifest["layout"]
         state = states[self.mesh.rank if layout == asdict(self.mesh.layout) else 0]
-        return states[state] if isinstance(state, int) else state  # a number: that rank's
+        return states[state] if isinstance(state, int) else state  # a number stands for that rank's state
 
     def _check_identity(self, saved: Saved) -> None:
         changed = self._changed_data(saved)
         if changed and "dataloader" not in self.config.checkpoint.exclude_from_loading:
             raise UserError(
-                f"resuming {saved.path} would change its data ({', '.join(changed)}); keep them as they were, or start"
-                ' new data from its beginning with checkpoint.exclude_from_loading = ["dataloader"]'
+                f"resuming {saved.path} would change its data ({', '.join(changed)}); restore these settings, or start"
+                ' the new data from its beginning with checkpoint.exclude_from_loading = ["dataloader"]'
             )
 
     def _changed_data(self, saved: Saved) -> list[str]:
@@ -433,13 +433,13 @@ class Start:
         ]
 
     def _check_optimizer(self, saved: Saved) -> None:
-        """Refuse the state of another optimizer, which may fit and mean something else."""
+        """Refuse the state of another optimizer, which may fit but mean something else."""
         name = self.config.optimizer.name
         recorded = saved.trainer.get("optimizer", name)
         if recorded != name and "optimizer" not in self.config.checkpoint.exclude_from_loading:
             raise UserError(
-                f"{saved.path} holds the state of optimizer.name = {recorded!r}, this run has {name!r}; set it back, or"
-                ' begin without state: checkpoint.exclude_from_loading = ["optimizer"]'
+                f"{saved.path} holds the state of optimizer.name = {recorded!r}, but this run has {name!r}; set it"
+                ' back, or start without optimizer state: checkpoint.exclude_from_loading = ["optimizer"]'
             )
 
 
@@ -448,17 +448,17 @@ def resumable_step(
 ) -> int | None:
     """The step a run in `folder` would continue from, or None; a checkpoint of another model is an error.
 
-    Weights alone count only if they are a finished run's. `listing` is what the folder of checkpoints holds.
+    A checkpoint with only weights counts if its run had finished. `listing` is what the checkpoint folder holds.
     """
     place, step = folder / config.checkpoint.folder, config.checkpoint.load_step
     found = files.list_folder(place) if listing is None else listing
     candidates = _candidates(found, step)
     if step != -1 and not candidates:
         with blame(f"checkpoint.load_step = {step}"):
-            files.choose(place, found, step)  # raises what is wrong
+            files.choose(place, found, step)  # raises an error that says what is wrong
     good = [saved for saved in candidates if saved.kind == "full" or saved.step >= _end_of(saved, config, total_steps)]
     if not good:
-        if candidates:  # all of them are weights
+        if candidates:  # all of them hold weights only
             raise UserError(_weights_only(candidates[0], folder))
         broken = [str(one.error) for one in found if one.saved is None]
         if broken:
@@ -491,7 +491,7 @@ def _end_of(saved: Saved, config: Config, total_steps: int) -> int:
 def _last_step(config: Config, total_steps: int, trainer: Mapping[str, Any], data: Mapping[str, Any]) -> int:
     """The last step of a run; `training.epochs` counts passes over the data from the step at which they began.
 
-    A run that `validation.patience` has ended ends where it is.
+    If `validation.patience` has ended the run, it is the step the run is at.
     """
     patience = config.validation.patience
     if config.validation.enable and patience is not None and trainer.get("worse_validations", 0) >= patience:
@@ -513,7 +513,7 @@ def _candidates(listing: Sequence[Found], step: int = -1) -> list[Saved]:
 
 
 def _changes(a: Architecture, b: Architecture) -> str:
-    """The fields in which two architectures compute something different."""
+    """The fields that make two architectures compute something different."""
     before, after = _computed(a), _computed(b)
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return ", ".join(f"{name}: {before.get(name)} -> {after.get(name)}" for name in names)
@@ -523,18 +523,18 @@ _NOT_COMPUTED = ("dtype", "torch_dtype", "transformers_version", "architectures"
 
 
 def _computed(arch: Architecture) -> dict[str, Any]:
-    """The fields on which the output depends, those of tables by `table.field`."""
+    """The fields on which the output depends; those of tables are named `table.field`."""
     free = {"attn_backend", "init_std", "max_seq_len", "moe.aux_loss_coeff", "moe.z_loss_coeff"}
     found: dict[str, Any] = {}
     for name in type(arch).model_fields:
         value = getattr(arch, name)
         fields = type(value).model_fields if name in TABLES and value is not None else ()
         found |= {f"{name}.{field}": getattr(value, field) for field in fields} or {name: value}
-    if arch.foreign is not None:  # each key of config.json by itself; `shapes` follow from them
+    if arch.foreign is not None:  # compare each key of config.json; `shapes` follow from them
         found["foreign"] = None
         found |= {f"config.{key}": value for key, value in arch.foreign.config.items() if key not in _NOT_COMPUTED}
     if "moe.balance_coeff" in found:
-        found["moe.balance_coeff"] = found["moe.balance_coeff"] > 0  # whether there are biases, not how they move
+        found["moe.balance_coeff"] = found["moe.balance_coeff"] > 0  # whether there are biases, not how fast they move
     return {name: value for name, value in found.items() if name not in free}
 
 
@@ -542,14 +542,14 @@ def _computed(arch: Architecture) -> dict[str, Any]:
 
 
 def _missing(saved: Saved) -> list[str]:
-    """What a resume needs of the trainer and the manifest does not have."""
+    """The trainer state that a resume needs but the manifest lacks."""
     names = (name for name in _NEEDED if name not in saved.trainer)
     return [f"{saved.path / files.MANIFEST}: trainer.{name} is missing" for name in names]
 
 
 @contextlib.contextmanager
 def _damaged_state(saved: Saved) -> Iterator[None]:
-    """Blame the manifest for a random state that no generator takes."""
+    """Blame the manifest for a random state that a generator rejects."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -558,7 +558,7 @@ def _damaged_state(saved: Saved) -> Iterator[None]:
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of all random generators of this process, as JSON can hold them."""
+    """The states of all random generators of this process, in a form that JSON can hold."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {

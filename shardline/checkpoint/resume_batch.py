@@ -1,7 +1,7 @@
-"""Keeps the global batch of a resumed run what it was, however many ranks there are now; accumulation adapts.
+"""Keeps the global batch of a resumed run unchanged for any number of ranks, by adapting gradient accumulation.
 
-4 ranks, local batch 2      | r0 | r1 | r2 | r3 |          global batch 8: one micro-batch a rank
-2 ranks, local batch 2      | r0 | r1 | r0 | r1 |          the same 8 samples: two micro-batches a rank
+4 ranks, local batch 2      | r0 | r1 | r2 | r3 |          global batch 8: one micro-batch per rank
+2 ranks, local batch 2      | r0 | r1 | r0 | r1 |          the same 8 samples: two micro-batches per rank
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ log = logging.getLogger("shardline")
 
 
 class SavedBatch(NamedTuple):
-    """The global batch that a checkpoint's data position counts in."""
+    """The global batch of a checkpoint, the unit in which its data position counts."""
 
     size: int
     path: str  # or URL
 
 
 def batch_to_keep(config: Config, arch: Architecture, resume: bool = False) -> SavedBatch | None:
-    """The batch of the checkpoint that this run continues from, if the config leaves it open.
+    """Return the batch of the checkpoint that this run continues from, if the config leaves it open.
 
-    A checkpoint of another model is refused as such: its batch would be the smaller misfit.
-    The folder is not opened yet: it may get back a run that was to be replaced, or one from the mirror with `--resume`.
+    A checkpoint of another model is refused as such, before its batch matters. The run's folder is not opened yet: it
+    may still get back a run that was to be replaced, or with `--resume` one from the mirror.
     """
     section = config.checkpoint
     if config.training.global_batch_size > 0 or not section.enable:
@@ -57,7 +57,7 @@ def batch_to_keep(config: Config, arch: Architecture, resume: bool = False) -> S
 
 
 def _continued(config: Config, resume: bool) -> Iterator[tuple[files.Saved, bool]]:
-    """Checkpoints whose data position the run may take over, best first, and whether the run is their own."""
+    """Yield checkpoints whose data position the run may take over, best first, and whether they are the run's own."""
     section = config.checkpoint
     if config.job.dump_folder is not None:
         run = Path(config.job.dump_folder).expanduser()
@@ -72,9 +72,9 @@ def _continued(config: Config, resume: bool) -> Iterator[tuple[files.Saved, bool
 
 
 def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Config], Any]) -> Config:
-    """The config with the checkpoint's batch, logged; an error if micro-batches of all `ranks` do not make it up.
+    """Return the config with the checkpoint's batch, and log it; raise if `ranks` x local batch does not divide it.
 
-    `plan` raises a UserError for a local batch that the pipeline cannot cut.
+    `plan` raises a UserError for a local batch that the pipeline cannot split.
     """
     local, size = config.training.local_batch_size, saved.size
     if size % (local * ranks) == 0:
@@ -89,7 +89,7 @@ def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Co
     if counts:
         remedies.append(f"use {_either(counts)} data-parallel ranks")
     remedies.append(
-        'begin the data anew with another training.global_batch_size: checkpoint.exclude_from_loading = ["dataloader"]'
+        'restart the data with another training.global_batch_size: checkpoint.exclude_from_loading = ["dataloader"]'
     )
     raise UserError(
         f"{saved.path} was trained with a global batch of {size}, which training.local_batch_size x data-parallel ranks"
@@ -98,7 +98,7 @@ def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Co
 
 
 def batch_line(config: Config, saved: SavedBatch, ranks: int) -> str:
-    """A line for the log: how the batch is made up now."""
+    """A log line that says how the batch is made up now."""
     local = config.training.local_batch_size
     count = saved.size // (local * ranks)
     made = f"{count} micro-batch{'es' if count > 1 else ''} of {local} on {'each of ' if ranks > 1 else ''}"

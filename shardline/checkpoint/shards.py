@@ -1,12 +1,12 @@
-"""What a rank holds of each logical tensor, and how what is read goes back into what it holds.
+"""Which parts of each logical tensor a rank holds, and how data read from files is put back into them.
 
-A parameter may be fused, and a DTensor of which this rank has some rows and columns. Whatever the cut, it meets each
-logical tensor in one place, because fused rows keep the order of each weight:
+A parameter may be fused, and it may be a DTensor of which this rank has some rows and columns. However it is sharded,
+the shard holds at most one rectangle of each logical tensor, because fused rows keep the order of each weight:
 
     wqkv rows   | q0 q1 k0 v0 | q2 q3 k1 v1 |      held rows 2 to 6:  k0 v0 q2 q3
                       ^---------------^            = rows 2:4 of wq, 0:1 of wk, 0:1 of wv
 
-So what a rank holds is a list of pieces of logical tensors, and no file knows of fused weights, meshes or placements.
+So a shard is a list of pieces of logical tensors, and no file knows of fused weights, meshes or placements.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Place(NamedTuple):
         return Place(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
     def part(self, slices: Sequence[slice]) -> Place:
-        """The part of this place that slices of its dimensions cut out, from the first one on."""
+        """The part of this place that `slices` select, the first of them in the first dimension."""
         ranges = [range(size)[cut] for size, cut in zip(self.size, slices, strict=False)]
         start = [first + each.start for first, each in zip(self.start, ranges, strict=False)]
         rest = len(ranges)
         return Place((*start, *self.start[rest:]), (*map(len, ranges), *self.size[rest:]))
 
     def meet(self, other: Place) -> Place:
-        """What two places share, perhaps nothing (a size of 0)."""
+        """The intersection of two places, perhaps empty (a size of 0)."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = zip(self.start, self.size, other.start, other.size, strict=True)
         end = [min(a + n, b + m) for a, n, b, m in ends]
@@ -65,16 +65,16 @@ class Place(NamedTuple):
 
 
 class TensorPiece(NamedTuple):
-    """A piece of the logical tensor `name`, whose whole shape is `shape`, in a tensor that this rank holds.
+    """A piece of the logical tensor `name`, whose full shape is `shape`, within a tensor that this rank holds.
 
-    `rows` are the rows of the held tensor that make it up, in the order of the logical tensor; None: all of them.
+    `rows` are the rows of the held tensor that form the piece, in the order of the logical tensor; None: all of them.
     """
 
     name: str
     shape: tuple[int, ...]
     place: Place
     rows: Tensor | None
-    half: int | None = None  # of a fused weight of experts: the index in the second dimension of the held tensor
+    half: int | None = None  # in a fused weight of experts: the index in the second dimension of the held tensor
 
     @property
     def key(self) -> str:
@@ -82,19 +82,19 @@ class TensorPiece(NamedTuple):
         return place_key(self.name, self.shape, self.place)
 
     def within(self, held: Tensor) -> Tensor:
-        """The part of the held tensor that has this piece's dimensions."""
+        """The part of the held tensor in which this piece lies, with the piece's number of dimensions."""
         return held if self.half is None else held[:, self.half]
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor that this rank holds, and the pieces it consists of; replicas of it have the same `key` on all ranks."""
+    """A tensor that this rank holds, and the pieces it consists of; its replicas on other ranks have the same `key`."""
 
     key: int
     tensor: Tensor  # local
-    dtype: torch.dtype  # in which it is written
+    dtype: torch.dtype  # the type in which it is written
     pieces: tuple[TensorPiece, ...]
-    changes_in_backward: bool = False  # not only in the optimizer's step
+    changes_in_backward: bool = False  # rather than only in the optimizer's step
 
     @property
     def bytes(self) -> int:
@@ -112,10 +112,10 @@ def whole_place(shape: Sequence[int]) -> Place:
 
 
 def tile(shape: Sequence[int], places: Sequence[Place]) -> bool:
-    """Whether places cover a shape, and no element twice.
+    """Whether places cover a shape without overlapping.
 
-    Corners of a box, counted with the sign of how many of their coordinates are at its end, determine the box: those of
-    all places add up to the corners of the whole, whatever the order and the cut.
+    A box is determined by its corners, each with the sign (-1) ** (number of coordinates at the box's end). If places
+    tile the shape, their signed corners add up to those of the whole, in any order.
     """
     whole = whole_place(shape)
     if len(places) == 1 or not whole.elements:
@@ -129,7 +129,7 @@ def tile(shape: Sequence[int], places: Sequence[Place]) -> bool:
 
 
 def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> list[TensorPiece]:
-    """The pieces of a parameter of whole shape `shape` of which `place` is held, without empty ones."""
+    """Return the non-empty pieces of a parameter of full shape `shape`, of which this rank holds `place`."""
     names = logical_names(arch, name)
     if is_halved(name):
         held = Place((place.start[0], *place.start[2:]), (place.size[0], *place.size[2:]))
@@ -145,7 +145,7 @@ def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> li
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Where this rank's shard lies in the whole tensor."""
+    """Where this rank's shard lies in the full tensor."""
     if not hasattr(tensor, "placements"):
         return whole_place(tensor.shape)
     slices = local_slices(tensor)
@@ -153,7 +153,7 @@ def place_of(tensor: Tensor) -> Place:
 
 
 def held_weights(model: Decoder, dtype: torch.dtype | None = None) -> list[HeldTensor]:
-    """The model's weights, with LoRA the trained ones; tied ones are there once, under the embedding's name."""
+    """The model's weights (with LoRA, the trained ones); tied weights occur once, under the embedding's name."""
     return [
         _held(model.arch, "model/", name, parameter.detach(), None if keeps_type(name) else dtype)
         for name, parameter in trained_parameters(model).named_parameters()
@@ -174,7 +174,7 @@ def held_state(model: Decoder, optimizer: torch.optim.Optimizer) -> list[HeldTen
 
 
 def state_pieces(arch: Architecture, kind: str, name: str, state: Tensor, parameter: Tensor) -> list[TensorPiece]:
-    """The pieces of logical tensors in one kind of a parameter's state."""
+    """The pieces of logical tensors in one kind of optimizer state of a parameter."""
     names, place, shape = logical_names(arch, name), place_of(state), tuple(state.shape)
     if has_rows_of(kind, state, parameter):
         return cut(arch, name, shape, place)
@@ -195,12 +195,12 @@ def _held(arch: Architecture, prefix: str, name: str, tensor: Tensor, dtype: tor
 
 
 def _check_other_shape(key: str, state: Tensor, parameter: Tensor) -> None:
-    """Refuse state per row or column as a plain tensor: nothing says which rows of the whole it belongs to."""
+    """Refuse per-row or per-column state in a plain tensor: nothing says to which rows it belongs."""
     cut_up = hasattr(parameter, "placements") and local(parameter).shape != parameter.shape
     if state.ndim and cut_up and not hasattr(state, "placements"):
         raise UserError(
-            f"the optimizer keeps {key} as a plain tensor of shape {tuple(state.shape)} for a parameter that is"
-            " sharded; a checkpoint cannot tell which rows it belongs to: keep it as a DTensor, or as a 0-d tensor"
+            f"the optimizer keeps {key} as a plain tensor of shape {tuple(state.shape)} for a sharded parameter, so"
+            " a checkpoint cannot tell which rows it belongs to: keep it as a DTensor, or as a 0-d tensor"
         )
 
 
@@ -209,7 +209,7 @@ def held_key(name: str, place: Place) -> int:
 
 
 class Scratch:
-    """Host memory for pieces that cannot be written from where they are; used again and again."""
+    """Reusable host memory for pieces that cannot be written from where they are."""
 
     def __init__(self, size: int = 32 << 20) -> None:
         self.size = size
@@ -225,7 +225,7 @@ class Scratch:
 
 
 def take(held: HeldTensor, piece: TensorPiece, scratch: Scratch) -> Iterator[Tensor]:
-    """Copy a piece to the host, some rows at a time; the next rows may overwrite the last."""
+    """Copy a piece to the host, some rows at a time; each batch of rows may overwrite the one before."""
     tensor, order = piece.within(held.tensor), piece.rows
     if not tensor.ndim:
         yield tensor.to("cpu")

@@ -1,13 +1,13 @@
 """Copies of the state in host memory, which a save writes while training changes the originals.
 
-Buffers are made once and used again: staging costs a copy, and no page is touched for the first time. From a GPU into
-pinned memory the copies run while training goes on:
+Buffers are allocated once and reused, so staging costs a copy and no page faults. From a GPU into pinned memory the
+copies run while training goes on:
 
     training stream   step 8 | backward of step 9 ... | wait for `copied` | optimizer step 9
     copying stream           | copy, copy, copy ... -> copied
 
-The host only issues them. The optimizer's step, which changes the state, waits for the event on the device. The few
-tensors that backward changes are copied on the training stream first.
+The host only launches them. The optimizer's step, which changes the state, waits for the event on the device. The few
+tensors that the backward pass changes are copied on the training stream first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def make_buffers(held: list[HeldTensor], pinned: bool) -> list[Tensor]:
     for indices in chunks:
         memory = torch.empty(sum(sizes[i] for i in indices), dtype=torch.uint8, pin_memory=pinned)
         if not pinned:
-            memory.zero_()  # pages are given at the first touch
+            memory.zero_()  # the first touch allocates the pages
         for part, i in zip(memory.split([sizes[i] for i in indices]), indices, strict=True):
             tensor = held[i].tensor
             views.append(part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
@@ -47,7 +47,7 @@ def make_buffers(held: list[HeldTensor], pinned: bool) -> list[Tensor]:
 
 
 class Staging:
-    """Copies tensors for one save after the other; the writer's thread waits for the copies with `wait`."""
+    """Copies tensors for one save after another; the writer's thread waits for the copies with `wait`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pinned: bool) -> None:
         self.pinned = pinned and torch.cuda.is_available()
@@ -58,18 +58,18 @@ class Staging:
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def prepare(self, held: list[HeldTensor]) -> list[Tensor]:
-        """Make the buffers, which takes longer than a copy: pages have to be found, and pinned.
+        """Allocate the buffers, which takes longer than a copy: their pages have to be mapped and pinned.
 
-        They are made again if the shapes are not those of the last save.
+        They are allocated again if the shapes are not those of the last save.
         """
         shapes = [(one.tensor.shape, one.tensor.dtype) for one in held]
         if shapes != self._shapes:
-            self._buffers = []  # the old ones go before the new ones come
+            self._buffers = []  # free the old ones before allocating the new ones
             self._buffers, self._shapes = make_buffers(held, self.pinned), shapes
         return self._buffers
 
     def stage(self, held: list[HeldTensor]) -> list[HeldTensor]:
-        """Copy the tensors, or issue their copies; returns the same with the copies in their place."""
+        """Copy the tensors, or launch their copies; returns `held` with the copies in their place."""
         copies = list(zip(held, self.prepare(held), strict=True))
         on_device = [(one, view) for one, view in copies if one.tensor.is_cuda and self.pinned]
         for one, view in on_device:
@@ -94,7 +94,7 @@ class Staging:
             self._copied.record()
 
     def _before_step(self, *_: Any) -> None:
-        """Let no parameter change before its copy has read it; the device waits, the host does not."""
+        """Keep the optimizer from changing what is still being copied; the device waits, the host does not."""
         copied = self._copied
         if copied is None:
             return

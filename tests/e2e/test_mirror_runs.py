@@ -109,7 +109,7 @@ def test_a_lost_folder_is_fetched_and_resumed(
     trainer.total_steps = 3
     trainer.train()
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(UserError, match="already holds step-3 of another run: --resume"):
+    with pytest.raises(UserError, match="already holds step-3 of another run: continue that run with --resume"):
         run(tmp_path / "fresh", **settings)
     shutil.rmtree(tmp_path / "fresh")
     found = run(tmp_path / "fresh", TrainOptions(resume=True), **settings)

@@ -361,12 +361,12 @@ def test_steps_that_count_anew_leave_the_schedule_where_it_was(tmp_path, schedul
 def test_steps_cannot_count_anew_beside_checkpoints(tmp_path):
     run(tmp_path / "run", training__steps=2, **SAVING)
     settings = {"checkpoint__exclude_from_loading": ["train_state"], **SAVING}
-    with pytest.raises(UserError, match=r"would count steps from 0 beside .*step-2; take another job.dump_folder"):
+    with pytest.raises(UserError, match=r"would count steps from 0 beside .*step-2; use another job.dump_folder"):
         Trainer(tiny_config(tmp_path / "run", training__steps=4, **settings))
 
 
 def test_a_run_that_would_train_nothing_is_refused(tmp_path, scheduled_late):
-    with pytest.raises(UserError, match=r"step-4 is at step 4 and this run would end at 3: training.steps counts on"):
+    with pytest.raises(UserError, match=r"step-4 is at step 4 and this run would end at 3, since training.steps"):
         Trainer(tiny_config(tmp_path / "run", training__steps=3, **begun_from(scheduled_late)))
 
 
@@ -477,11 +477,11 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
     folder, lamb = tmp_path / "run", {"optimizer__name": "LAMB", **SAVING}
     run(folder, training__steps=2, **SAVING)
     kept = sorted(path.name for path in (folder / "checkpoint").iterdir())
-    with pytest.raises(UserError, match=r"'AdamW', this run has 'LAMB'.*exclude_from_loading = \[\"optimizer\"\]"):
+    with pytest.raises(UserError, match=r"'AdamW', but this run has 'LAMB'.*exclude_from_loading = \[\"optimizer\"\]"):
         Trainer(tiny_config(folder, **lamb))
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == kept
     initial = {"checkpoint__initial_load_path": str(folder), "checkpoint__initial_load_model_only": False}
-    with pytest.raises(UserError, match="'AdamW', this run has 'LAMB'"):
+    with pytest.raises(UserError, match="'AdamW', but this run has 'LAMB'"):
         Trainer(tiny_config(tmp_path / "other", **initial, **lamb))
     Trainer(tiny_config(tmp_path / "weights", checkpoint__initial_load_path=str(folder), **lamb)).close()
     trainer = Trainer(tiny_config(folder, checkpoint__exclude_from_loading=["optimizer"], **lamb))

@@ -38,7 +38,7 @@ class Adapter(NamedTuple):
         return base_tensors(self.base, self.architecture)
 
     def merged(self) -> tuple[MergedTensors, Architecture]:
-        """The model with its adapter added. An embedding that has one is no longer the output layer, if it was."""
+        """The model with its adapter merged in. An adapted embedding can no longer be tied to the output layer."""
         arch = self.architecture
         if arch.tie_word_embeddings and embedding_name(arch) in self.how.targets:
             arch = _untied(arch)
@@ -54,12 +54,12 @@ def _untied(arch: Architecture) -> Architecture:
     found = foreign_architecture(arch.foreign.config, {"tie_word_embeddings": False})
     if f"{arch.foreign.output}.weight" not in logical_shapes(found):
         kind = arch.foreign.config["model_type"]
-        raise UserError(f"--merge: the output layer of a {kind} model cannot have a weight apart from the embedding's")
+        raise UserError(f"--merge: the output layer of a {kind} model cannot have a weight of its own")
     return found
 
 
 def find_adapter(path: Path, base: str | None) -> Adapter | None:
-    """The adapter at `path`, or None where that is a whole model; `base` is where its frozen weights are now."""
+    """Return the adapter at `path`, or None for a whole model; `base` is where its frozen weights are now."""
     if is_adapter(path) and not (path / MANIFEST).is_file():
         return _of_folder(path, base)
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
@@ -84,7 +84,7 @@ def _of_checkpoint(saved: Saved, how: Adaptation, given: str | None) -> Adapter:
 def _of_folder(path: Path, given: str | None) -> Adapter:
     named = given or read_config(path).get("base_model_name_or_path")
     if not named or not (Path(named) / "config.json").is_file():
-        raise UserError(f"{path} is an adapter of {named!r}, which is no folder here: give --base=FOLDER")
+        raise UserError(f"{path} is an adapter of {named!r}, which is not a folder here: pass --base=FOLDER")
     arch = architecture_from_hf(Path(named))
     how, tensors = open_peft(path, arch)
     tokenizer = path if (path / "tokenizer.json").is_file() else named
@@ -99,7 +99,7 @@ def base_tensors(base: Base, arch: Architecture) -> LazyTensors:
 
 
 class DrawnTensors(LazyTensors):
-    """The weights that a run without any others begins with."""
+    """The random weights with which a run starts that loads none."""
 
     def __init__(self, arch: Architecture, seed: int) -> None:
         self.arch, self.seed, self.constants = arch, seed, dict[str, Tensor]()

@@ -1,7 +1,7 @@
-"""The frozen weights beside which a run with LoRA trains: where they come from, and whether they are still the same.
+"""The frozen weights to which a run with LoRA adds its adapter: where they come from, and whether they are the same.
 
-A checkpoint of such a run holds only what is trained. Its manifest says where the rest came from, with a fingerprint:
-a resumed run, an export or a generated text that would use other weights is refused.
+A checkpoint of such a run holds only the trained weights. Its manifest records where the others came from, with a
+fingerprint, so that a resumed run, an export or text generation is refused if it would use other weights.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from shardline.checkpoint.format import Saved
     from shardline.models.state import Parameters
 
-SAMPLE = 1 << 16  # bytes at the beginning and at the end of each file that a fingerprint covers
+SAMPLE = 1 << 16  # bytes that a fingerprint covers at the beginning and at the end of each file
 
 
 class Base(NamedTuple):
-    """Frozen weights: of a Hugging Face folder, of a checkpoint, or drawn from a seed."""
+    """Frozen weights: from a Hugging Face folder, from a checkpoint, or drawn from a seed."""
 
     kind: str  # "hf", "checkpoint" or "seed"
     path: str  # "" for drawn weights
@@ -53,7 +53,7 @@ def base_of(config: Config, seed: int) -> Base:
 
 
 def hf_base(folder: Path) -> Base:
-    """A Hugging Face folder, known by the headers, sizes and samples of its files."""
+    """The weights of a Hugging Face folder, identified by the names, sizes, beginnings and ends of its files."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -76,8 +76,8 @@ def checkpoint_base(folder: Path, step: int = -1) -> Base:
 def check_same(recorded: Base, found: Base, where: Path) -> None:
     if recorded.fingerprint != found.fingerprint:
         raise UserError(
-            f"{where} was trained beside {recorded.words}, but these are other weights ({found.words}): name the same"
-            " ones, with checkpoint.initial_load_path or --base"
+            f"{where} was trained on top of {recorded.words}, but these are other weights ({found.words}): name the"
+            " same weights with checkpoint.initial_load_path or --base"
         )
 
 
@@ -105,7 +105,7 @@ def recorded(how: Adaptation, base: Base) -> dict[str, Any]:
 
 
 def recorded_adaptation(saved: Saved) -> Adaptation | None:
-    """What a checkpoint holds where that is not the whole model."""
+    """The adaptation that a checkpoint records; None if it holds the whole model."""
     content = saved.trainer.get("lora")
     if content is None:
         return None
@@ -120,21 +120,20 @@ def recorded_base(saved: Saved) -> Base:
 
 
 def recorded_reference(saved: Saved) -> Base | None:
-    """The weights with which a run that trains all of them began, where it compares with those."""
+    """The recorded reference weights of a run that trains all weights and compares them with the initial ones."""
     found = saved.trainer.get("reference")
     return None if found is None else Base(**found)
 
 
 def find_base(saved: Saved, given: str | None) -> Base:
-    """The frozen weights of a checkpoint: where they were, or at `given`."""
+    """Find the frozen weights of a checkpoint: where they were, or at `given`."""
     known = recorded_base(saved)
     if known.kind == "seed" and given is None:
         return known
     place = Path(given or known.path)
     if not place.exists():
         raise UserError(
-            f"{saved.path} holds an adapter; the weights beside which it was trained were at {place}:"
-            " give --base=FOLDER"
+            f"{saved.path} holds an adapter, but its frozen weights are no longer at {place}: pass --base=FOLDER"
         )
     found = hf_base(place) if (place / "config.json").is_file() else checkpoint_base(place)
     check_same(known, found, saved.path)
@@ -142,8 +141,8 @@ def find_base(saved: Saved, given: str | None) -> Base:
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The settings of LoRA in which a checkpoint and a run differ, dropout left out."""
-    earlier: dict[str, Any] = {"ranks": {}, "alphas": {}, "bias": "none"}  # of checkpoints without these
+    """The LoRA settings, other than dropout, in which a checkpoint and a run differ."""
+    earlier: dict[str, Any] = {"ranks": {}, "alphas": {}, "bias": "none"}  # for checkpoints that do not record these
     before = {**earlier, **saved}
     return [
         f"lora.{name}: {before.get(name)} -> {now[name]}"

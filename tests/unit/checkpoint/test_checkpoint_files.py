@@ -247,5 +247,5 @@ def test_pruning_removes_what_earlier_attempts_left(tmp_path):
 def test_another_version_is_refused(version, tmp_path):
     path = make(tmp_path, 1) / "manifest.json"
     path.write_text(path.read_text().replace('"version": 2', f'"version": {version}'))
-    with pytest.raises(UserError, match=rf"{path} has .* version {version}, which is not readable here"):
+    with pytest.raises(UserError, match=rf"{path} has .* version {version}, but this program reads only version"):
         files.find_checkpoint(path.parent)

@@ -141,7 +141,7 @@ def test_a_failed_copy_is_said_and_tried_again_at_each_write(
                 assert saved is None or saved.find_damage() == []
             (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
             assert f"{folder / 'step-1'} was not copied to {URL}: " in line
-            assert line.endswith("; tried again with the next save")
+            assert line.endswith("; the next save tries again")
             reason = "No space left on the other side" if fault == "fail_at" else "were sent"
             assert reason in line
             save(trained, folder, 2)
@@ -187,12 +187,12 @@ def test_what_others_put_there_is_left_alone(trained: Path, folder: Path, caplog
         with (there / name / "manifest.json").open("wb") as file:
             file.write(b'{"format": "another"}')
     before = content(there / "step-2")
-    with pytest.raises(UserError, match=r"already holds step-3 of another run: --resume"):
+    with pytest.raises(UserError, match=r"already holds step-3 of another run: continue that run with --resume"):
         check_free(URL)
     save(trained, folder, 2)
     mirror = Mirror(URL, folder, keep=1)
     copied(mirror)
-    assert caplog.text.count(f"{URL}/step-2 is another run's, and left alone") == 1
+    assert caplog.text.count(f"{URL}/step-2 belongs to another run") == 1
     assert content(there / "step-2") == before
     save(trained, folder, 4)
     copied(mirror)

@@ -117,7 +117,7 @@ def test_ls_names_what_is_broken_or_left_behind(folder: Path, call: Call) -> Non
     assert f"{steps / 'step-5' / 'manifest.json'} cannot be read" in states[6][1]
     assert [saved.step for saved in files.list_checkpoints(steps)][:2] == [1, 2]  # as the run itself sees it
     lines = call("ls", folder)[1].splitlines()
-    assert any(line.endswith("partial: a save that did not end, or is under way") for line in lines)
+    assert any(line.endswith("partial: a save that is under way or was cut short") for line in lines)
 
 
 def test_verify_reads_every_byte(folder: Path, call: Call) -> None:
