@@ -180,7 +180,7 @@ def test_ranks_that_share_a_gpu_are_reported(monkeypatch, device, gpus, lines):
     found = sharing_lines(torch.device(device))
     assert len(found) == lines
     assert all(
-        line.startswith("8 ranks of this machine share 1 GPU: gloo carries what they exchange") for line in found
+        line.startswith("8 ranks of this machine share 1 GPU: they communicate by gloo") for line in found
     )
 
 
