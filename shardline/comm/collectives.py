@@ -37,7 +37,7 @@ def axis_size(name: str) -> int:
 
 
 def join_on_device(name: str, device: torch.device) -> None:
-    """Call before the first transfer between some ranks of an axis: NCCL connects all of them in the first operation."""
+    """Call before the first transfer between some ranks of an axis: NCCL connects all of them in its first call."""
     over = job.axes[name]
     if name not in job.joined and not runs_on_host(over.group, device):
         dist.all_reduce(torch.zeros(1, device=device), group=over.group)

@@ -33,7 +33,7 @@ class Spans:
     """The spans of this rank. There may be several readers: each has a name, begins with `record`, and gets every span
     that was added since its last `take`.
 
-    `enabled` is true while there is a reader. Callers check it before they read the clock: otherwise spans cost nothing.
+    `enabled` is true while there is a reader. Callers check it before they read the clock, so unread spans are free.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class ContextParallel:
     def masks(
         self, arch: Architecture, tokens: Tensor, dtype: torch.dtype, documents: Tensor | None
     ) -> dict[int, AttentionMask]:
-        """Return the mask of each window size in use, for this rank's `tokens` (B, S / cp) and all `documents` (B, S)."""
+        """Return the mask of each window size, for this rank's `tokens` (B, S / cp) and all `documents` (B, S)."""
         length = tokens.shape[1] * self.slices.ranks
         if self.method == "ulysses":
             whole = tokens[:, :1].expand(-1, length)  # masks use only its shape

@@ -92,7 +92,7 @@ class AttentionPlan:
         return own[: (len(own) + 1) // 2], own[(len(own) + 1) // 2 :]
 
     def sent(self, backward: bool) -> int:
-        """Return how many slices this rank sends, counting each rank; backward also sends received slices' gradients."""
+        """Return how many slices this rank sends, each to one rank; backward adds gradients of received slices."""
         travelling = (self.given, self.wanted) if backward else (self.given,)
         return sum(len(span or ()) for spans in travelling for to, span in enumerate(spans) if to != self.rank)
 
