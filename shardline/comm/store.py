@@ -34,7 +34,7 @@ def ranks_from_environment(name: str, otherwise: int) -> int:
     """Return a number of ranks that the launcher set in the environment."""
     text = os.environ.get(name, str(otherwise))
     if not text.isdecimal() or int(text) == 0:
-        raise UserError(f"{name}={text} in the environment is not a number of ranks, as a launcher sets it; unset it")
+        raise UserError(f"{name}={text} in the environment: expected a number of ranks, set by a launcher; unset it")
     return int(text)
 
 
