@@ -1,6 +1,6 @@
-"""Every collective a rank issues, named after the mesh axis it runs over, and counted.
+"""All collectives that a rank issues, over named mesh axes, with the bytes that they send counted.
 
-Bytes are those a rank sends, by the ring algorithms' convention for n ranks and a whole tensor of `size` bytes:
+Bytes are those that a rank sends with ring algorithms, for n ranks and a whole tensor of `size` bytes:
 
     all_gather, reduce_scatter, all_to_all   (n - 1) / n x size        all_reduce   2 (n - 1) / n x size
 
@@ -24,7 +24,7 @@ from shardline.comm.watchdog import pass_over
 
 pass_over(__file__)
 
-# Dimension of a parameter's mesh -> the axis of its ranks, where it has another name.
+# Dimension of a parameter's mesh -> the axis of its ranks, if that has another name.
 AXIS_OF = {"dp_shard": "fsdp", "cp": "fsdp", "dp_shard_cp": "fsdp", "replicas": "dp_replicate"}
 
 
@@ -37,7 +37,7 @@ def axis_size(name: str) -> int:
 
 
 def join_on_device(name: str, device: torch.device) -> None:
-    """Before the first transfer between some ranks of an axis: NCCL joins all of them with their first operation."""
+    """Call before the first transfer between some ranks of an axis: NCCL connects all of them in its first call."""
     over = job.axes[name]
     if name not in job.joined and not runs_on_host(over.group, device):
         dist.all_reduce(torch.zeros(1, device=device), group=over.group)
@@ -48,7 +48,7 @@ def join_on_device(name: str, device: torch.device) -> None:
 
 
 def gather_into(out: Tensor, x: Tensor, name: str) -> None:
-    """out (n * rows, ...) = the rows of all ranks, in their order."""
+    """out (n * rows, ...) = the rows of all ranks, in rank order."""
     over, directly = job.axes[name], _directly(x, name)
     with Blocking(over, "all_gather", x, (over.size - 1) * x.nbytes, directly):
         if directly:
@@ -68,7 +68,7 @@ def scatter_sum_into(out: Tensor, x: Tensor, name: str) -> None:
 
 
 def scattered_by_host(out: Tensor, x: Tensor, name: str) -> bool:
-    """Scatter a sum by transfers of our own, uncounted, where gloo's would send every row twice; False elsewhere."""
+    """Reduce-scatter by our own transfers, uncounted, where gloo would send every row twice; else return False."""
     if x.device.type != "cpu" or "gloo" not in dist.get_backend(job.axes[name].group):
         return False
     transfers.scatter_sum(out, x, name)
@@ -76,7 +76,7 @@ def scattered_by_host(out: Tensor, x: Tensor, name: str) -> bool:
 
 
 def exchange_blocks(x: Tensor, name: str) -> Tensor:
-    """x (n, ...) has a block for every rank; the result holds the blocks that every rank had for this one."""
+    """x (n, ...) has a block for every rank; return the blocks that all ranks had for this one."""
     over, out = job.axes[name], torch.empty_like(x, memory_format=torch.contiguous_format)
     with Blocking(over, "all_to_all", x, (over.size - 1) / over.size * x.nbytes):
         dist.all_to_all_single(out, x.contiguous(), group=over.group)
@@ -84,9 +84,10 @@ def exchange_blocks(x: Tensor, name: str) -> Tensor:
 
 
 def exchange_runs(x: Tensor, sent: list[int], received: list[int], dimension: str) -> Tensor:
-    """x has a run of elements for every rank of a dimension of a DTensor's mesh; the result the runs they had for this.
+    """Exchange runs of elements: x has a run for every rank along a dimension of a DTensor's mesh.
 
-    The traffic of FSDP's ranks, which may be those of cp as well, counts as dp_shard's, as all of FSDP's does.
+    The result has the runs of all ranks for this one. Traffic over FSDP's ranks, which may include cp, counts as
+    dp_shard's, like all of FSDP's traffic.
     """
     name = AXIS_OF.get(dimension, dimension)
     over, counted = job.axes[name], "dp_shard" if name == "fsdp" else name
@@ -117,7 +118,7 @@ def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
 
 
 def start_sum(x: Tensor, name: str) -> Started:
-    """Begin summing `x` in place over an axis."""
+    """Start to sum `x` in place over an axis."""
     over = job.axes[name]
     sent, on_host = 2 * (over.size - 1) / over.size * x.nbytes, runs_on_host(over.group, x.device)
     call = Observed(name, "all_reduce", described("all_reduce", name, x), sent, on_host, background=True)
@@ -128,12 +129,12 @@ def start_sum(x: Tensor, name: str) -> Started:
 
 
 def start_gather(out: Tensor, x: Tensor, name: str) -> Started:
-    """Begin to gather the rows of all ranks in `out`, in the order of ranks."""
+    """Start to all-gather the rows of all ranks into `out`, in rank order."""
     return _start("all_gather", _all_gather, out, x, name, axis_size(name) - 1)
 
 
 def start_exchange(out: Tensor, x: Tensor, name: str) -> Started:
-    """Begin `exchange_blocks` of x (n, ...) into `out`."""
+    """Start `exchange_blocks` of x (n, ...) into `out`."""
     return _start("all_to_all", dist.all_to_all_single, out, x, name, (axis_size(name) - 1) / axis_size(name))
 
 
@@ -147,7 +148,7 @@ def _start(what: str, issue: Callable[..., Any], out: Tensor, x: Tensor, name: s
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over a group that a DTensor's mesh names, None for all ranks; counted under its axis."""
+    """Sum over a group from a DTensor's mesh, None for all ranks; the bytes count for the group's axis."""
     if group is None:
         return sum_in_place(x, "world") if "world" in job.axes else x
     return sum_in_place(x, next(over.name for over in job.axes.values() if over.group is group))
@@ -157,7 +158,7 @@ def _directly(x: Tensor, name: str) -> bool:
     return name in job.direct and x.is_cuda
 
 
-# Newer releases have another name for the same call and warn about the old one.
+# Newer releases of torch rename these calls and warn about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -166,11 +167,11 @@ Run = Callable[[Tensor, str], Tensor]  # of a tensor and the name of an axis
 
 
 class RowOp:
-    """A collective with a gradient, written once: in eager code an autograd function, in a compiled one a custom op.
+    """A collective with a gradient: an autograd function in eager code, a custom op in compiled code.
 
-    The op stays whole in the graph, and the counters see each of its runs; in eager code it would cost 60 us a call.
-    `run` carries out the collective and `fake` gives the shape of its result. A custom op must not return its input:
-    where `run` does, `compiled` takes its place there.
+    The op stays whole in the graph, and the counters see each of its runs; in eager code it would cost 60 us per call.
+    `run` executes the collective, and `fake` returns a result of the same shape. A custom op must not return its input:
+    if `run` does, `compiled` replaces it there.
     """
 
     def __init__(self, name: str, run: Run, fake: Run, compiled: Run | None = None) -> None:
@@ -180,7 +181,7 @@ class RowOp:
         self.op.register_fake(fake)
 
     def differentiate(self, eager: Run, compiled: Run) -> None:
-        """Gives the gradient of the input from that of the result."""
+        """Register functions that compute the gradient of the input from the gradient of the result."""
         run = self.run
 
         def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -218,7 +219,7 @@ def scatter_rows(x: Tensor, name: str) -> Tensor:
 
 
 def own_rows(x: Tensor, name: str) -> Tensor:
-    """(n t, ...) -> (t, ...): the rows of this rank, of a tensor that every rank has whole."""
+    """(n t, ...) -> (t, ...): this rank's rows of a tensor that every rank has whole."""
     over = job.axes[name]
     return x.chunk(over.size)[over.rank]
 
@@ -245,17 +246,17 @@ def _clone(x: Tensor, name: str) -> Tensor:
 
 # (t, ...) -> (n t, ...): the rows of all ranks. Backward: this rank's rows of the sum of the gradients.
 all_gather = RowOp("all_gather", gather_rows, _gathered)
-# (n t, ...) -> (t, ...): this rank's rows of the sum. Backward: the gradient's rows of all ranks.
+# (n t, ...) -> (t, ...): this rank's rows of the sum. Backward: the gradient rows of all ranks.
 reduce_scatter = RowOp("reduce_scatter", scatter_rows, _scattered)
-# The sum over ranks on every rank. Backward: the gradient as it is, which every rank has whole.
+# The sum over ranks, on every rank. Backward: the gradient unchanged, as every rank has all of it.
 all_reduce = RowOp("all_reduce", _sum_rows, _same_shape)
-# x itself, where every rank goes on with its own part of the work. Backward: the sum of the gradients.
+# x itself, before every rank does its own part of the work. Backward: the sum of the gradients.
 copy = RowOp("copy", lambda x, name: x.view_as(x), lambda x, name: torch.empty_like(x), compiled=_clone)
-# x (n, ...) has a block for every rank; the result the blocks they had for this one. Backward: the same.
+# x (n, ...) has a block for every rank; the result has the blocks of all ranks for this one. Backward: the same.
 all_to_all = RowOp("all_to_all", exchange_blocks, _same_shape)
 # (n t, ...), which every rank has whole -> (t, ...): this rank's rows. Backward: the rows of all ranks.
 split = RowOp("split", lambda x, name: own_rows(x, name).clone(), _scattered)
-# (t, ...) -> (n t, ...): the rows of all ranks, with which all do the same. Backward: this rank's rows.
+# (t, ...) -> (n t, ...): the rows of all ranks, which then all do the same work. Backward: this rank's rows.
 join = RowOp("join", gather_rows, _gathered)
 
 all_gather.differentiate(scatter_rows, reduce_scatter.op)

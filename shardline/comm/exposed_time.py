@@ -1,11 +1,11 @@
-"""How long a rank waits for data-parallel communication that nothing hides.
+"""Measures how long a rank waits for data-parallel communication that nothing hides.
 
 On a CPU the rank itself waits, which a clock measures. On a GPU one stream waits for another:
 
-    compute stream   | backward of block 3 |x . . . . | backward of block 2 |       x: `ready`, when it got there
-    other stream              | gather weights of 2  x|                             x: `done`, when they had arrived
+    compute stream   | backward of block 3 |x . . . . | backward of block 2 |       x: `ready`, it reaches the wait
+    other stream              | gather weights of 2  x|                             x: `done`, the weights are there
 
-`done` - `ready` is what nothing hid. `StreamWaits` marks both where FSDP makes its stream wait.
+`done` - `ready` is the exposed time. `StreamWaits` marks both moments where FSDP makes its stream wait.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Exposed:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Forget the run before."""
+        """Forget the previous run."""
         self.measured = True  # False: the waits of this run cannot be measured
-        self.last_backward = True  # of a step: FSDP waits for all gradients at its end
+        self.last_backward = True  # of a step, at whose end FSDP waits for all gradients
         self.reset()
 
     @contextlib.contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """Around a wait, on the stream that waits."""
+        """Use around a wait, on the stream that waits."""
         if device.type == "cuda":
             ready = mark()
             yield
@@ -46,20 +46,20 @@ class Exposed:
             self.add(time.perf_counter() - started)
 
     def between(self, ready: torch.cuda.Event, done: torch.cuda.Event) -> None:
-        """A stream that got to `ready` continues at `done`; if `done` came first, it did not wait."""
+        """Add the wait of a stream from `ready` until `done`; if `done` came first, the stream did not wait."""
         self._gaps.append((ready, done))
 
     def add(self, seconds: float) -> None:
         self._seconds += seconds
 
     def take(self) -> float | None:
-        """Seconds since the last call; None where they cannot be measured."""
+        """Return the seconds since the last call; None if they cannot be measured."""
         seconds, self._seconds = self._seconds, 0.0
         gaps, self._gaps = self._gaps, []
         for event in (event for gap in gaps for event in gap):
             event.synchronize()
         for ready, done in gaps:
-            first = gaps[0][0]  # nothing is before it: what elapses between events in the wrong order is not defined
+            first = gaps[0][0]  # the earliest event: elapsed times of events in the wrong order are undefined
             seconds += max(0.0, first.elapsed_time(done) - first.elapsed_time(ready)) / 1000
         return seconds if self.measured else None
 
@@ -73,14 +73,14 @@ exposed = Exposed()
 
 
 def mark() -> torch.cuda.Event:
-    """An event at the present place of the current stream."""
+    """Record an event at the current point of the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 class Moments:
-    """Marks moments of this rank: by its clock or, on a GPU, by events in its stream, which cost no wait."""
+    """Marks moments of this rank by its clock or, on a GPU, by events in its stream, which need no wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = device.type == "cuda"
@@ -89,7 +89,7 @@ class Moments:
         return mark() if self.on_device else time.perf_counter()
 
     def unix(self, marks: Sequence[Any]) -> list[float]:
-        """When they were, in seconds since 1970; waits until the device has reached the present."""
+        """Return the marks' times in seconds since 1970; waits until the device has reached the present."""
         if not marks:
             return []
         last = self.mark()
@@ -102,17 +102,17 @@ class Moments:
 class StreamWaits:
     """The waits of the compute stream inside FSDP: for the weights of a module, and for scattered gradients.
 
-    FSDP waits for weights in its hooks before forward and backward of a block; for the gradients of the block before,
-    once those of a block are complete; and for the last ones after backward. Hooks of ours stand before each of these
-    waits and mark where the stream is; the collectives mark their ends. The wait for weights is settled after FSDP's
-    hook, since that hook issues the gather if nothing prefetched it.
+    FSDP waits for weights in its hooks before forward and backward of a block, for the gradients of the previous block
+    once those of a block are complete, and for the last gradients after backward. Our hooks run before each of these
+    waits and mark the stream; the collectives mark their ends. The wait for weights is settled after FSDP's hook, since
+    that hook issues the all-gather if nothing prefetched the weights.
     """
 
     def __init__(self) -> None:
         self.root: nn.Module | None = None
         self.ready: dict[nn.Module | None, torch.cuda.Event] = {}
         self.gathered: dict[nn.Module | None, torch.cuda.Event] = {}  # weights that nothing has waited for yet
-        self.scattered: torch.cuda.Event | None = None  # the last gradients, if nothing has waited for them yet
+        self.scattered: torch.cuda.Event | None = None  # latest gradients, if nothing has waited for them yet
 
     def watch(self, model: Any, blocks: Sequence[nn.Module], ways_in: Sequence[str]) -> None:
         """Register the hooks, after FSDP's own. `ways_in` are the root's methods that begin a forward."""
@@ -126,7 +126,7 @@ class StreamWaits:
             setattr(model, name, self._watched_root(model, getattr(model, name)))
 
     def _before_forward(self, block: nn.Module, arguments: Any) -> None:
-        self._settle(self.root)  # by now the root has its weights; its wait was the step's first
+        self._settle(self.root)  # by now the root has its weights; the step first waited for them
         self.ready[block] = mark()
 
     def _after_gather(self, block: nn.Module, arguments: Any) -> None:
@@ -158,7 +158,7 @@ class StreamWaits:
             self.ready[model] = mark()
             out = inner(*arguments, **options)
             if out.requires_grad:
-                out = out.view_as(out)  # unknown to FSDP, so that this hook runs before its own
+                out = out.view_as(out)  # FSDP does not know this tensor, so this hook runs before FSDP's own
                 out.register_hook(lambda gradient: at_end_of_backward(self._before_scatter))
             return out
 
@@ -166,7 +166,7 @@ class StreamWaits:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call something when the running backward has ended. FSDP uses the same queue, which is first in, first out."""
+    """Call a function when the running backward has ended. FSDP uses the same queue, which is first in, first out."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 

@@ -1,6 +1,6 @@
-"""Ranks that do not exist and tensors without memory, with which dry runs and plans are one rank of many.
+"""Fake ranks and tensors without memory, with which dry runs and plans act as one rank of many.
 
-PyTorch's fake process group, fake tensors and dispatch modes are private to it; they are used in this file alone.
+PyTorch's fake process group, fake tensors and dispatch modes are private APIs; only this file uses them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = {
 
 # (axis, kind), or (axis, kind, phase) -> how many, and how many bytes this rank sends
 Collectives = dict[tuple[str, ...], Counter[str]]
-PHASES = ("forward", "between stages", "backward", "end")  # the end: after the last backward
+PHASES = ("forward", "between stages", "backward", "end")  # "end": after the last backward
 
 
 @contextmanager
@@ -49,21 +49,21 @@ def _fake_store() -> Any:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise UserError(f"ranks that do not run: PyTorch {torch.__version__} has no fake process group") from error
+        raise UserError(f"cannot simulate other ranks: PyTorch {torch.__version__} has no fake group") from error
     return FakeStore()
 
 
 def fake_tensors() -> Any:
-    """A context in which tensors have shapes, types and devices, but no memory and no values."""
+    """Return a context in which tensors have shapes, types and devices, but no memory and no values."""
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError as error:
-        raise UserError(f"a run without memory: PyTorch {torch.__version__} has no fake tensors") from error
+        raise UserError(f"cannot simulate a run: PyTorch {torch.__version__} has no fake tensors") from error
     return FakeTensorMode(allow_non_fake_inputs=True)  # parameters come from the meta device
 
 
 def count_collectives(step: Callable[[], object], by_phase: bool = False) -> Collectives:
-    """The collectives of `step`, which runs on fake tensors up to the first value that it reads."""
+    """Count the collectives of `step`, which runs on fake tensors up to the first value that it reads."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     counted, seen, plain = _Recorder(), _KindsRecorder(), job.traffic
@@ -84,7 +84,7 @@ def count_collectives(step: Callable[[], object], by_phase: bool = False) -> Col
 
 
 def _phase(axis: str, kind: str, inside: bool) -> str:
-    """When something is sent; a pipeline sums gradients of a stage between its passes, `inside` of none."""
+    """Return the phase of a collective; a pipeline sums a stage's gradients between passes, not `inside` backward."""
     if axis == "pp":
         return "between stages"
     sums = axis in ("dp_shard", "dp_replicate", "expert_shard") and kind in ("reduce-scatter", "all-reduce")
@@ -100,8 +100,8 @@ class _Recorder(Traffic):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[tuple[str, int, bool]] = []  # axis, bytes, whether inside of backward
-        self.announced: list[tuple[str, int, bool, str]] = []  # the same and the kind
+        self.events: list[tuple[str, int, bool]] = []  # axis, bytes, whether inside backward
+        self.announced: list[tuple[str, int, bool, str]] = []  # the same, and the kind
 
     def add(self, axis: str, size: float) -> None:
         super().add(axis, size)

@@ -1,10 +1,10 @@
-"""The last collectives of a rank, kept in memory and written to a file when the job hangs, or on request.
+"""Keeps the last collectives of a rank in memory, and writes them to a file when the job hangs, or on request.
 
     issued ──> waited for, if the host waits ──> done
       |                 |                          |
       number on its axis, tag, bytes        a collective without `done` is where the rank, or its device, is
 
-`shardline trace hang` lays the files of all ranks beside each other.
+`shardline trace hang` compares the files of all ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ CLOSE_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Flight:
-    """One collective of this rank; times are seconds since 1970, 0 for what has not happened."""
+    """One collective of this rank; times are seconds since 1970, or 0 for events that have not happened."""
 
     axis: str
-    number: int  # counted on this axis, alike on all of its ranks
+    number: int  # counted on this axis, equally on all of its ranks
     tag: str
     size: int  # bytes that this rank sends; 0 where another rank counts them
     step: int
@@ -41,7 +41,7 @@ class Flight:
 
 
 class FlightRecorder:
-    """Keeps the last `size` collectives; their file is `prefix` and the rank's number, in `folder`."""
+    """Keeps the last `size` collectives; their file in `folder` is named by `prefix` and the rank."""
 
     def __init__(self, rank: int, size: int, folder: Path, prefix: str) -> None:
         self.rank, self.path = rank, folder / f"{prefix}{rank}.json"
@@ -50,22 +50,22 @@ class FlightRecorder:
         self._listener: threading.Thread | None = None
 
     def issue(self, axis: str, number: int, tag: str, size: float | None, step: int) -> Flight:
-        """Note a collective that was just issued; its times are set by whoever waits for it."""
+        """Note a collective that was just issued; the code that waits for it sets its times."""
         flight = Flight(axis, number, tag, round(size or 0), step, time.time())
         self.flights.append(flight)
         return flight
 
     def write(self, reason: str, members: Mapping[str, tuple[int, ...]]) -> None:
-        """Write what is known now. The members of each axis say with which other files it is compared."""
+        """Write what is known now. The members of each axis tell which other files to compare with."""
         about = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "reason": reason}
         rows = [_row(flight) for flight in list(self.flights)]
         text = json.dumps({**about, "at": time.time(), "members": dict(members), "collectives": rows})
         write_atomically(self.path, text)
 
     def listen(self, requested: Callable[[], object]) -> None:
-        """Call `requested` for each SIGUSR2, in a thread: the main thread may be stuck where it hears no signal.
+        """Call `requested` for each SIGUSR2, in a thread: the main thread may be blocked where it gets no signal.
 
-        Where the signal is not blocked it would go to other threads, and end a process that is not ours.
+        Do nothing if the signal is not blocked: it could go to another thread and end a process that is not ours.
         """
         if signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, []):
             return
@@ -77,7 +77,7 @@ class FlightRecorder:
             signal.sigwait({signal.SIGUSR2})
             if self._closed.is_set():
                 return
-            with contextlib.suppress(RuntimeError):  # of the store
+            with contextlib.suppress(RuntimeError):  # from the store
                 requested()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Decides from what the ranks of a job published whether it hangs, and which ranks are missing."""
+"""Decides from the published status of a job's ranks whether the job hangs, and which ranks are missing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pydantic import TypeAdapter
 from shardline.words import numbered
 
 MOST_NAMED = 8
-LONG_SILENCE = 15.0  # seconds: a rank that publishes nothing for so long is stopped, not computing
+LONG_SILENCE = 15.0  # seconds: a rank that publishes nothing for this long is stopped, not computing
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The collective in which a rank, or its device, waits."""
+    """The collective that a rank, or its device, waits in."""
 
     axis: str
     sequence: int
     tag: str
     seconds: float
     members: tuple[int, ...] | None = None  # None: all ranks
-    presumed: bool = False  # it was issued, and nothing has happened since
+    presumed: bool = False  # the collective was issued, and nothing has happened since
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Status:
     step: int = 0
     idle: float = 0.0  # seconds since anything was reported to the watchdog
     place: str = ""
-    busy: str = ""  # what it is doing, if that may take long
+    busy: str = ""  # its current work, if that may take long
     counts: dict[str, tuple[int, str]] = field(default_factory=dict)  # axis -> last sequence number and tag
     wait: Wait | None = None
 
@@ -58,7 +58,7 @@ decode_status = TypeAdapter(Status).validate_python
 
 @dataclass(frozen=True)
 class View:
-    """All ranks as one of them sees them. `silent`: seconds for which each rank has published nothing new."""
+    """One rank's view of all ranks. `silent`: seconds for which each rank has published nothing new."""
 
     statuses: Mapping[int, Status]
     silent: Mapping[int, float]
@@ -67,7 +67,7 @@ class View:
     silent_limit: float
 
     def hang(self) -> str | None:
-        """The message that ends the job, or None where no rank has waited too long for another one."""
+        """Return the message that ends the job, or None if no rank has waited too long for another."""
         alive = [status for rank, status in self.statuses.items() if not self._is_gone(rank)]
         if any(status.busy for status in alive):
             return None
@@ -75,7 +75,7 @@ class View:
         late = {rank: wait for rank, wait in waits.items() if wait.seconds > self.limit}
         found = [(wait, missing) for rank, wait in late.items() if (missing := self._missing(rank, wait))]
         if found:
-            # A rank that waits elsewhere is held up itself: name the ranks that wait for nobody.
+            # A rank that waits elsewhere is itself held up: name the ranks that wait for nobody.
             wait, missing = next((one for one in found if any(map(self._is_idle, one[1]))), found[0])
             return self._missing_message(wait, missing)
         return self._stuck(late) or self._silence(alive)
@@ -95,7 +95,7 @@ class View:
         return [rank for rank in self._members(wait) if rank != waiter and self._lacks(rank, wait)]
 
     def _lacks(self, rank: int, wait: Wait) -> bool:
-        """Whether a rank has not arrived in a collective in which another one waits."""
+        """Whether a rank has not arrived in a collective that another rank waits in."""
         other = self.statuses.get(rank)
         if other is None or self._is_gone(rank):
             return True
@@ -112,7 +112,7 @@ class View:
         return "\n".join([head, *self._about(missing)])
 
     def _stuck(self, late: Mapping[int, Wait]) -> str | None:
-        """The message where all ranks arrived in a collective that does not end."""
+        """Return the message if all ranks arrived in a collective that does not end."""
         calls = {rank: (wait.axis, wait.sequence) for rank, wait in late.items() if not wait.presumed}
         for rank, call in calls.items():
             wait = late[rank]
@@ -125,7 +125,7 @@ class View:
         return None
 
     def _silence(self, alive: list[Status]) -> str | None:
-        """The message where no rank waits in a watched collective, but some do not move and others publish nothing."""
+        """Return the message if no rank waits in a watched collective, but some are idle and others publish nothing."""
         enough = max(self.silent_limit, min(self.limit, LONG_SILENCE))
         gone = [rank for rank in self.statuses if self.silent.get(rank, 0.0) >= enough]
         idle = max((status.idle for status in alive), default=0.0)

@@ -1,14 +1,14 @@
-"""How long tensor-parallel communication took in a step, and for how much of that time the rank waited.
+"""Measures how long tensor-parallel communication took in a step, and how long the rank waited for it (exposed time).
 
-On a CPU both come from timestamps (`spans`): a transfer lasts from its issue until it is complete, which a thread of
-its own notes; exposed is the time spent waiting for it.
+On a CPU, both come from timestamps (`spans`): a transfer lasts from its issue until it is complete, which a separate
+thread notes; the time spent waiting for it is exposed.
 
-On a GPU, events are recorded in the stream around every operation of the axis. A collective by itself is exposed for
-all of that time. If it belongs to a product that was timed at the start of the run, it is exposed for no more than it
-took alone there: the rest is waiting for a slower rank. An overlapped product is exposed for what it took beyond the
-unsplit matrix products at the start, and again for no more than its communication alone. A GPU multiplies at another
-pace in a step than at the start. Weight gradients show that pace, where the backend computes them by themselves and
-nothing runs beside them. Where kernels communicate inside the product, they note how long they waited: that is exposed.
+On a GPU, events are recorded in the stream around every operation of the axis. A separate collective is exposed for all
+of that time. If it belongs to a product that was timed at the start of the run, it is exposed for at most the time that
+it took alone: the rest is waiting for a slower rank. An overlapped product is exposed for the time that it took beyond
+the unsplit matrix products at the start, again for at most the time of its communication alone. A GPU multiplies at a
+different speed in a step than at the start. Weight gradients show that speed, if the backend computes them separately
+and nothing runs beside them. Kernels that communicate inside the product record how long they waited: that is exposed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Times(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The share of communication that computation hid."""
+        """The share of communication hidden by computation."""
         return max(0.0, 1 - self.exposed / self.comm) if self.comm > 0 else 0.0
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of what the intervals cover together."""
+    """Return the total length that the intervals cover together."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -56,7 +56,7 @@ def host_times(recorded: Iterable[Span], axis: str) -> Times:
 
 
 class Alone(NamedTuple):
-    """Seconds that each part of a product took by itself at the start of the run."""
+    """Seconds that each part of a product took alone at the start of the run."""
 
     inputs: float  # matrix products with communication beside them
     weights: float  # gradients of weights
@@ -67,7 +67,7 @@ class Alone(NamedTuple):
 class Mark:
     """An operation of a step: when it began and ended, and the weight gradients inside.
 
-    A product has the times of its parts `alone`; a collective may have the `most` seconds that it counts for.
+    A product has the times of its parts `alone`; a collective counts for at most `most` seconds.
     """
 
     span: tuple[Any, Any]
@@ -75,10 +75,10 @@ class Mark:
     with_weights: bool
     most: float
     weights: tuple[Any, Any] | None = None
-    kernels: list[TimedKernel] = field(default_factory=list)  # those inside that communicate
+    kernels: list[TimedKernel] = field(default_factory=list)  # kernels inside that communicate
 
     def seconds(self) -> tuple[float, float]:
-        """(everything else, the weight gradients that were timed by themselves)."""
+        """Return (everything else, the weight gradients that were timed separately)."""
         apart = 0.0 if self.weights is None else _elapsed(self.weights)
         return _elapsed(self.span) - apart, apart
 
@@ -100,7 +100,7 @@ class DeviceClock:
 
     @contextlib.contextmanager
     def around(self, axis: str, alone: Alone | None = None, with_weights: bool = False) -> Iterator[None]:
-        """Around a collective, or around a product that communicates and whose parts were timed `alone`."""
+        """Use around a collective, or around a product that communicates and whose parts were timed `alone`."""
         sampled = self.axis == axis
         if self._inside is not None or not (sampled or (self.traced is not None and alone is not None)):
             yield
@@ -117,11 +117,11 @@ class DeviceClock:
 
     @property
     def reads(self) -> bool:
-        """Whether anybody reads times now."""
+        """Whether anything reads times now."""
         return self.axis is not None or self.traced is not None
 
     def words(self, kernel: str, device: torch.device, abreast: int) -> Tensor | None:
-        """Memory for what a kernel notes of itself; None where nobody will read it."""
+        """Return memory for the times that a kernel records; None if nothing will read it."""
         alone = None if self._inside is None else self._inside.alone
         readers = [] if self._inside is None or alone is None else [self._inside.kernels]
         readers += [] if self.traced is None else [self.traced]
@@ -134,7 +134,7 @@ class DeviceClock:
 
     @contextlib.contextmanager
     def expecting(self, comm: float) -> Iterator[None]:
-        """Around a product with a separate collective, which takes `comm` seconds alone."""
+        """Use around a product with a separate collective that takes `comm` seconds alone."""
         self._most = comm
         try:
             yield
@@ -143,7 +143,7 @@ class DeviceClock:
 
     @contextlib.contextmanager
     def weight_gradients(self) -> Iterator[None]:
-        """Around the weight gradients of a product, after the part that communicates."""
+        """Use around the weight gradients of a product, after the part that communicates."""
         if self._inside is None:
             yield
             return
@@ -154,11 +154,11 @@ class DeviceClock:
         mark.weights = began, ended
 
     def take(self) -> Times:
-        """The times of the step that the device has just finished."""
+        """Return the times of the step that the device has just finished."""
         timed = [(mark, *mark.seconds()) for mark in self._marks]
         self._marks = []
         paces = [apart / mark.alone.weights for mark, _, apart in timed if mark.alone and apart and mark.alone.weights]
-        pace = statistics.median(paces) if paces else 1.0  # the median: one of them may have waited for memory
+        pace = statistics.median(paces) if paces else 1.0  # the median, as one product may have waited for memory
         total = exposed = 0.0
         for mark, seconds, apart in timed:
             if mark.alone is None:
@@ -176,10 +176,10 @@ class DeviceClock:
 
 @dataclass
 class RowClock:
-    """Events around rows that a GPU sends to experts, and around the waits for rows; off except in sampled steps."""
+    """Events around rows that a GPU sends to experts, and around waits for rows; off except in sampled steps."""
 
     on: bool = False
-    _watch: Any = None  # a stream that does nothing but wait for collectives
+    _watch: Any = None  # a stream that only waits for collectives
     _sent: list[tuple[Any, Any]] = field(default_factory=list)
     _waited: list[tuple[Any, Any]] = field(default_factory=list)
 
@@ -190,7 +190,7 @@ class RowClock:
         return self._around(self._waited)
 
     def begin(self) -> tuple[Any, Any] | None:
-        """Call before a collective of NCCL is started, and `until_done` after it; other work may run meanwhile."""
+        """Call before an NCCL collective starts, and `until_done` after it; other work may run meanwhile."""
         if not self.on:
             return None
         span = _events()
@@ -208,7 +208,7 @@ class RowClock:
 
     @contextlib.contextmanager
     def _around(self, spans: list[tuple[Any, Any]]) -> Iterator[None]:
-        """Around work that is put into the current stream."""
+        """Use around work that is queued in the current stream."""
         if not self.on:
             yield
             return
@@ -219,7 +219,7 @@ class RowClock:
         spans.append(span)
 
     def take(self) -> Times | None:
-        """The times of the step that the device has just finished; None where the GPU sent nothing."""
+        """Return the times of the step that the device has just finished; None if the GPU sent nothing."""
         sent, waited = self._sent, self._waited
         self._sent, self._waited = [], []
         return Times(sum(map(_elapsed, sent)), sum(map(_elapsed, waited))) if sent else None
@@ -232,8 +232,8 @@ def _events() -> tuple[Any, Any]:
 class Sampler:
     """Measures the communication over some axes in a step that will be logged: `begin` before it, `end` after it.
 
-    On a GPU events time the tensor-parallel operations, and rows that travel to experts; what NCCL carries over other
-    axes is not measured.
+    On a GPU, events time the tensor-parallel operations and the rows sent to experts; NCCL's collectives over other
+    axes are not measured.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Sampler:
             self.clock.axis = "tp"
         self.rows.on = self.device.type == "cuda"
         if self.by_host:
-            self.spans.stop("step")  # a run before may have failed in the middle of a step
+            self.spans.stop("step")  # an earlier run may have failed in the middle of a step
             self.spans.record("step")
 
     def end(self) -> dict[str, Times]:

@@ -1,7 +1,7 @@
-"""What this process knows of the job it is a rank of: one object, `job`.
+"""The state of the job that this process is a rank of: one object, `job`.
 
-The mesh fills it, the rest of `comm` reads it, and `stop_process_group` empties it at the end of a run, so that the
-next run of the same process begins with nothing of the last one.
+The mesh fills it, the rest of `comm` reads it, and `stop_process_group` clears it at the end of a run, so that the next
+run in the same process starts without state of the last one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Axis:
 class Traffic:
     """Bytes sent per axis since the last `take`."""
 
-    plans = False  # of a dry run: what depends on values is even
+    plans = False  # True in a dry run, which assumes that sizes that depend on values are even
 
     def __init__(self) -> None:
         self.bytes: dict[str, float] = defaultdict(float)
@@ -46,11 +46,11 @@ class Traffic:
         self.bytes[axis] += size
 
     def planned(self, axis: str, kind: str, size: float) -> None:
-        """An operation without values reports what it would send; only a dry run listens."""
+        """Report what an operation on fake tensors would send; only a dry run records it."""
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave out what is sent inside: it measures the run and is no part of it."""
+        """Do not count what is sent inside this context: it measures the run and is not part of it."""
         kept = dict(self.bytes)
         yield
         self.bytes.clear()
@@ -68,8 +68,8 @@ class JobState:
 
     axes: dict[str, Axis] = field(default_factory=dict)
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)  # axis or channel -> its ranks, for the watchdog
-    joined: set[str] = field(default_factory=set)  # axes whose ranks have met in a collective on a device
-    # Axis -> what carries collectives on tensors of a GPU in place of the process group (symmetric_memory.Direct)
+    joined: set[str] = field(default_factory=set)  # axes whose ranks have connected in a collective on a device
+    # Axis -> what runs collectives on GPU tensors instead of the process group (symmetric_memory.Direct)
     direct: dict[str, Any] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     spans: Spans = field(default_factory=Spans)
@@ -80,14 +80,14 @@ class JobState:
     spaces: dict[str, Space] = field(default_factory=dict)  # group name -> memory that its ranks share
     workspaces: dict[str, int] = field(default_factory=dict)  # group name -> bytes of PyTorch's own workspace
     carrier: Any = None  # sends rows to experts (parallel/expert/dispatch.py)
-    rows_under_way: dict[int, Any] = field(default_factory=dict)  # of experts: address of a ticket -> the transfer
+    rows_under_way: dict[int, Any] = field(default_factory=dict)  # for experts: address of a ticket -> the transfer
 
     def set_axes(self, axes: dict[str, Axis]) -> None:
-        """Replace the axes, and with them all that belonged to the old ones."""
+        """Replace the axes, and clear all state that belonged to the old ones."""
         self.axes = dict(axes)
         self.members = {name: tuple(dist.get_process_group_ranks(over.group)) for name, over in axes.items()}
         if "fsdp" in axes:
-            self.members["dp_shard"] = self.members["fsdp"]  # the name of FSDP's collectives, which run over cp, too
+            self.members["dp_shard"] = self.members["fsdp"]  # FSDP's collectives have this name but also run over cp
         self.joined.clear()
         self.direct.clear()
         self.carrier = None
@@ -96,7 +96,7 @@ class JobState:
         exposed.begin_run()
 
     def reset(self) -> None:
-        """Forget the run that ends. Recorders of spans stay: whoever began to read ends it."""
+        """Forget the run that ends. Readers of spans stay: each reader ends its own recording."""
         if self.watchdog is not None:
             self.watchdog.close()
         if self.waiter is not None:

@@ -1,6 +1,6 @@
-"""What kernels that communicate inside a matrix product note of themselves: how long they ran, waited and sent.
+"""Times that kernels with communication inside a matrix product record: how long they ran, waited and sent.
 
-A kernel writes six words of its GPU's memory (parallel/tensor/fused_kernels.py). They are read after the step.
+A kernel writes six words in its GPU's memory (parallel/tensor/fused_kernels.py). They are read after the step.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 WORDS = 6
-LATE = 1 << 62  # the earliest moment of a kind is kept as the largest distance from here
+LATE = 1 << 62  # the earliest moment of a kind is kept as its distance from here, by a maximum
 NANOSECONDS = 1e9
 
 
 class KernelTimes(NamedTuple):
-    """Seconds of one kernel; `sent` is from its begin. Waiting is the mean of the programs that ran side by side."""
+    """Seconds of one kernel; `sent` counts from its start. `waited` is the mean over the concurrent programs."""
 
     lasted: float
     waited: float
@@ -25,9 +25,9 @@ class KernelTimes(NamedTuple):
 
 
 class TimedKernel:
-    """One launch: its name, the words that it writes, and the number of programs that run side by side.
+    """One launch: its name, the words that it writes, and the number of programs that run concurrently.
 
-    Waits beyond `most` seconds, the time of its communication alone, are for a slower rank and do not count.
+    Waits beyond `most` seconds, the time of the communication alone, are caused by a slower rank and do not count.
     """
 
     def __init__(self, name: str, device: torch.device, abreast: int, most: float = math.inf) -> None:
@@ -40,7 +40,7 @@ class TimedKernel:
         return times._replace(waited=min(times.waited, self.most))
 
     def as_row(self) -> dict[str, Any]:
-        """What a trace keeps of it, in microseconds."""
+        """Return the row for a trace, in microseconds."""
         lasted, waited, sent = self.times()
         span = None if sent is None else [moment * 1e6 for moment in sent]
         return {"name": self.name, "lasted": lasted * 1e6, "waited": waited * 1e6, "sent": span}

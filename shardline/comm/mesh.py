@@ -4,12 +4,12 @@
     derived                  fsdp = dp_shard x cp, over which parameters are sharded
                              loss = dp_replicate x dp_shard x cp, over which losses and targets are summed
                              world = all ranks
-                             workers = dp_replicate once more, where workers train apart
-                             pp_down = pp once more: activations go up in groups of pp, gradients down in these
+                             workers = dp_replicate again, with separate groups, if workers train independently
+                             pp_down = pp again: activations go up in pp's groups, gradients down in these
                              ep, etp, expert_shard: another cut of dp_shard x cp x tp, for mixtures of experts
 
 TP is innermost, so its ranks are neighbours. An axis of degree 1 has no group and no DTensor dimension, except dp_shard
-with CPU offload: FSDP moves weights between host and device, and needs a mesh even where one rank holds them all.
+with CPU offload: FSDP moves weights between host and device, and needs a mesh even if one rank holds them all.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ Result = TypeVar("Result")
 
 
 class Mesh:
-    """The groups of one layout. Built on every rank, after `start_process_group`, with the same `offload`.
+    """The groups of one layout. Every rank builds it after `start_process_group`, with the same `offload`.
 
-    `apart`: the copies of the model are workers that train apart. Parameters then have no dimension for dp_replicate.
+    `apart`: the copies of the model are workers that train independently. Parameters then have no dp_replicate
+    dimension.
     """
 
     def __init__(self, layout: Layout, device_type: str, offload: bool = False, apart: bool = False) -> None:
@@ -53,7 +54,7 @@ class Mesh:
 
     def _build(self, device_type: str, offload: bool) -> None:
         degrees = dict(zip(AXES, self.layout.degrees, strict=True))
-        shards = offload or (self.layout.ep > 1 and self.layout.expert_shard > 1)  # FSDP, perhaps of experts alone
+        shards = offload or (self.layout.ep > 1 and self.layout.expert_shard > 1)  # FSDP, perhaps only of experts
         used = tuple(axis for axis in AXES if degrees[axis] > 1 or (shards and axis == "dp_shard"))
         self.root = init_device_mesh(device_type, tuple(degrees[axis] for axis in used), mesh_dim_names=used)
         self._meshes = {axis: self.root[axis] for axis in used}
@@ -73,19 +74,19 @@ class Mesh:
         job.set_axes(axes)
 
     def _build_experts(self, device_type: str) -> None:
-        """A second mesh of the same ranks, cut as the experts need them."""
+        """Build a second mesh of the same ranks, with the axes that experts need."""
         layout = self.layout
         if layout.ep == 1:
             return
         outer = (("stages", layout.pp), ("replicas", layout.dp_replicate))
         sizes = {name: size for name, size in outer if size > 1}
-        wanted = ("expert_shard",) if "fsdp" in self._meshes else ()  # what is sharded stays so, even on one rank
+        wanted = ("expert_shard",) if "fsdp" in self._meshes else ()  # with FSDP, experts are sharded even on one rank
         sizes |= {axis: getattr(layout, axis) for axis in EXPERT_AXES if getattr(layout, axis) > 1 or axis in wanted}
         self.experts = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self._meshes |= {axis: self.experts[axis] for axis in EXPERT_AXES if axis in sizes}
 
     def _flatten(self, name: str, parts: list[str]) -> None:
-        """One axis for several; a single one gets a second name."""
+        """Join several axes into one; a single axis gets a second name."""
         assert self.root is not None
         if len(parts) == 1:
             self._meshes[name] = self._meshes[parts[0]]
@@ -93,11 +94,11 @@ class Mesh:
             self._meshes[name] = self.root[tuple(parts)]._flatten("_".join(parts))
 
     def axis(self, name: str) -> DeviceMesh | None:
-        """The one-dimensional mesh of an axis, None where there is none."""
+        """Return the one-dimensional mesh of an axis, None if there is none."""
         return self._meshes.get(name)
 
     def joined(self, *names: str) -> DeviceMesh | None:
-        """A mesh of those of the named axes that exist, in this order; None where none does."""
+        """Return a mesh of the named axes that exist, in this order; None if none exists."""
         present = [name for name in names if name in self._meshes and not (self.apart and name == "dp_replicate")]
         if not present:
             return None
@@ -108,7 +109,7 @@ class Mesh:
         return self.root[names_there]
 
     def of_experts(self, *names: str) -> DeviceMesh:
-        """A mesh of those of the named axes of the experts' mesh that exist, in this order."""
+        """Return a mesh of the named axes that exist in the experts' mesh, in this order."""
         assert self.experts is not None
         held = [name for name in self.experts.mesh_dim_names or () if not (self.apart and name == "replicas")]
         present = tuple(name for name in names if name in held)
@@ -119,7 +120,7 @@ class Mesh:
         return 1 if mesh is None else mesh.size()
 
     def from_rank_0(self, decide: Callable[[], Result]) -> Result:
-        """The result of `decide` on rank 0, on every rank; a UserError there is raised on every rank."""
+        """Run `decide` on rank 0 and return its result on every rank; a UserError there is raised on every rank."""
         if self.world_size == 1:
             return decide()
         answer: list[Any] = [None, None]
@@ -135,7 +136,7 @@ class Mesh:
         return result
 
     def from_everyone(self, value: Result) -> list[Result]:
-        """The values of all ranks, by rank, on every rank."""
+        """Return the values of all ranks, by rank, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -144,7 +145,7 @@ class Mesh:
 
     @property
     def workers(self) -> int:
-        """The copies of the model that train apart; 1 where all sum their gradients."""
+        """The number of model copies that train independently; 1 if all copies sum their gradients."""
         return self.layout.dp_replicate if self.apart else 1
 
     @property
@@ -159,12 +160,12 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the global batch this rank reads."""
+        """The index of the share of the global batch that this rank reads."""
         return self.coordinates["dp_replicate"] * self.layout.dp_shard + self.coordinates["dp_shard"]
 
 
 def _of_workers(layout: Layout) -> dist.ProcessGroup:
-    """A second set of groups of dp_replicate's ranks, for a thread: others may be the group of all ranks."""
+    """Make a second set of groups of dp_replicate's ranks, for a thread: the first may be the group of all ranks."""
     inside = layout.world_size // layout.pp // layout.dp_replicate
     starts = range(0, layout.world_size, inside * layout.dp_replicate)
     lists = [
@@ -178,9 +179,9 @@ def _of_workers(layout: Layout) -> dist.ProcessGroup:
 
 
 def _again(layout: Layout) -> dist.ProcessGroup:
-    """A second set of groups of pp's ranks; pp is the outermost axis.
+    """Make a second set of groups of pp's ranks; pp is the outermost axis.
 
-    A rank that sends one way may have to wait for a message from the other way, which NCCL would queue behind it.
+    A rank that sends one way may have to wait for a message the other way, which NCCL would queue behind the send.
     """
     stride = layout.world_size // layout.pp
     own, _ = dist.new_subgroups_by_enumeration(
@@ -191,7 +192,7 @@ def _again(layout: Layout) -> dist.ProcessGroup:
 
 
 def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:
-    """A log line if tensor-parallel ranks, whose collectives block every layer, do not share a node."""
+    """Return a log line if tensor-parallel ranks, whose collectives block every layer, do not share a node."""
     groups = [range(first, first + layout.tp) for first in range(0, layout.world_size, layout.tp)]
     crossing = [group for group in groups if group[0] // ranks_per_node != group[-1] // ranks_per_node]
     if not crossing:
@@ -205,26 +206,26 @@ def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:
 
 
 def sharing_lines(device: torch.device) -> list[str]:
-    """A log line if ranks share GPUs, which is slow and may not be intended."""
+    """Return a log line if ranks share GPUs, which is slow and may not be intended."""
     if device.type != "cuda" or not symmetric_memory.share_a_gpu(1):
         return []
     ranks, seen = ranks_from_environment("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     return [
-        f"{ranks} ranks of this machine share {seen} GPU{'s' if seen > 1 else ''}: gloo carries what they exchange,"
-        " through the memory of the host. If each rank has a GPU of its own and sees no other, let all see all of them"
+        f"{ranks} ranks of this machine share {seen} GPU{'s' if seen > 1 else ''}: they communicate by gloo, through"
+        " host memory. If each rank has its own GPU but sees no other, make all GPUs visible to every rank"
         " (CUDA_VISIBLE_DEVICES; srun --gpus-per-node, not --gpus-per-task)"
     ]
 
 
 def world_size() -> int:
-    """The number of ranks of this job, from the launcher."""
+    """Return the number of ranks of this job, from the launcher."""
     return ranks_from_environment("WORLD_SIZE", 1)
 
 
 def start_process_group(device: torch.device, timeout_seconds: int, offload: bool = False) -> bool:
-    """Join the other ranks; True when this call made the group. NCCL where each rank has its own GPU, else gloo.
+    """Join the other ranks, with NCCL if each has its own GPU, else gloo; return True if this call made the group.
 
-    A single rank has no group, except with CPU offload: then one in which it is alone.
+    A single rank has no group, except with CPU offload: then it is alone in its group.
     """
     alone = world_size() == 1
     if dist.is_initialized() or (alone and not offload):
@@ -239,8 +240,8 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
 
 
 def stop_process_group() -> None:
-    """Leave the other ranks and forget the job; silent if they are gone already."""
-    symmetric_memory.release()  # waits for the device: where that hangs, the watchdog ends it
+    """Leave the other ranks and forget the job; no error if they are already gone."""
+    symmetric_memory.release()  # waits for the device: if that hangs, the watchdog ends it
     job.reset()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,11 +1,11 @@
-"""What is noted of every collective: the bytes it sends, where the watchdog finds this rank, and when it ran.
+"""Observes every collective: counts the bytes that it sends, tells the watchdog where this rank is, and records times.
 
     call = Observed("tp", "all_gather", tag, sent, on_host)    issued: counted, and numbered for the watchdog
     with call:                                                 while the rank waits for it, once or several times
         work.wait()
 
-Spans are recorded of what the host carries. The communication of a call in the `background` is timed by `Started` or by
-a thread, not here.
+Spans are recorded only for collectives on the host. `Started` or a thread times the communication of a call in the
+`background`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ pass_over(__file__)
 class Observed:
     """One collective, or several transfers that count as one.
 
-    `sent` is in bytes, None where another rank counts them. Messages of a `channel` between two ranks are numbered on
-    their own, and a rank goes on after it has issued them.
+    `sent` is in bytes, None if another rank counts them. Messages of a `channel` between two ranks have their own
+    sequence numbers, and a rank continues after it has issued them.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Observed:
             self.start = self.began()
 
     def __exit__(self, *error: Any) -> None:
-        """A wait that failed is left as well: the rank is elsewhere from now on, and its own error counts.
+        """Leave the wait, also if it failed: the rank is elsewhere from now on, and its own error counts.
 
-        What was launched may still run, so the watchdog follows the device; if that fails, the first error stays.
+        What was launched may still run, so the watchdog follows the device; if that fails, the first error is kept.
         """
         if self.start:
             job.spans.ended(self.axis, self.what, self.start, only_waiting=self.background)
@@ -75,7 +75,7 @@ class Observed:
 
 
 class Blocking(Observed):
-    """A collective that returns when it is done: by the process group, or `directly` between the memories of GPUs."""
+    """A collective that returns when it is done, run by the process group or `directly` between GPU memories."""
 
     def __init__(self, over: Axis, what: str, x: Tensor, sent: float, directly: bool = False) -> None:
         self.device, self.directly = x.device, directly
@@ -95,7 +95,7 @@ class Blocking(Observed):
         super().__exit__(*error)
 
     def began(self) -> int:
-        if self.device.type == "cuda":  # the collective would wait for the values first, which is not communication
+        if self.device.type == "cuda":  # the collective first waits for its input, which is not communication
             torch.cuda.current_stream(self.device).synchronize()
         return now()
 
@@ -103,8 +103,8 @@ class Blocking(Observed):
 class Started:
     """A collective that was issued at `start` and runs in the background.
 
-    Where spans are recorded, its own lasts until its work is complete. Gloo's sends and receives do not report that:
-    theirs end when somebody has waited for them.
+    If spans are recorded, its span lasts until its work is complete. Gloo's sends and receives do not report their
+    completion: their spans end when a wait for them returns.
     """
 
     def __init__(self, start: int, work: dist.Work, call: Observed) -> None:
@@ -113,11 +113,11 @@ class Started:
         self._end = functools.partial(_end_span, call, start, [True] if timed else [])
         if timed:
             with contextlib.suppress(RuntimeError):
-                # Called by the backend's thread when the work is complete, or here where it is already.
+                # Called by the backend's thread when the work is complete, or here if it already is.
                 work.get_future().add_done_callback(self._end)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when the result may be used; without a time-out, the group's counts."""
+        """Return when the result may be used; without a time-out, the group's applies."""
         with self.call:
             done = self.work.wait(timeout)
         self._end()
@@ -132,12 +132,12 @@ def _end_span(call: Observed, start: int, running: list[bool], future: object = 
 
 
 def described(what: str, axis: str, x: Tensor) -> str:
-    """How messages name a collective: `all_gather over tp of (4, 8) float32`."""
+    """Describe a collective for messages: `all_gather over tp of (4, 8) float32`."""
     return f"{what} over {axis} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
 def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the CPU carries a group's collectives on this device. Gloo's are, also those on tensors of a GPU."""
+    """Whether the CPU runs a group's collectives on this device. It runs gloo's, even on tensors of a GPU."""
     if device.type == "cpu":
         return True
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
@@ -146,9 +146,9 @@ def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def labelled(axis: str, what: str, copies_only: bool = False) -> Iterator[None]:
-    """Around launches on a GPU that communicate without a process group: in a trace, what they run counts for the axis.
+    """Use around GPU launches that communicate without a process group: in a trace, they count for the axis.
 
-    copies_only: memory copies alone, where products are launched in between.
+    copies_only: only memory copies count, for code that also launches products.
     """
     if not job.spans.enabled:
         yield

@@ -1,7 +1,7 @@
-"""The job's store, through which ranks find each other: connections to it, signed messages, time-outs of groups.
+"""The job's store, through which ranks rendezvous: connections to it, signed messages, time-outs of groups.
 
-Whoever reaches the store can read, change and delete what is in it. So a message carries a signature that only the
-processes of the job can make, and what carries none counts as absent.
+Anyone who can connect to the store can read, change and delete its content. So every message has a signature that only
+the processes of the job can make; a message without a valid signature counts as absent.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ T = TypeVar("T")
 log = logging.getLogger("shardline")
 
 KEY_VARIABLE = "SHARDLINE_RANK_KEY"  # in the environment of a rank: the key of this round's messages, in hexadecimal
-SIGNATURE = 64  # its characters
-MARGIN = 1.2  # the backends' own time-outs name no rank: they come after the watchdog's
+SIGNATURE = 64  # length of a signature in characters
+MARGIN = 1.2  # the backends' own time-outs name no rank, so they are set above the watchdog's
 LEAST_MARGIN_SECONDS = 20
 
 
 def ranks_from_environment(name: str, otherwise: int) -> int:
-    """A number of ranks that the launcher set in the environment."""
+    """Return a number of ranks that the launcher set in the environment."""
     text = os.environ.get(name, str(otherwise))
     if not text.isdecimal() or int(text) == 0:
-        raise UserError(f"{name}={text} in the environment: a launcher sets it to a number of ranks; unset it")
+        raise UserError(f"{name}={text} in the environment: expected a number of ranks, set by a launcher; unset it")
     return int(text)
 
 
 def connect_store(timeout_seconds: float = 60) -> dist.Store:
-    """A separate connection to the job's store: one on which a collective waits is blocked for all other users."""
+    """Open a separate connection to the job's store: while a collective waits on one, all other users are blocked."""
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -54,14 +54,14 @@ def connect_store(timeout_seconds: float = 60) -> dist.Store:
 
 
 def derived_key(key: bytes, *words: object) -> bytes:
-    """A key for one purpose, from which neither `key` nor those for other purposes can be computed."""
+    """Derive a key for one purpose, from which neither `key` nor keys for other purposes can be computed."""
     return hmac.digest(key, "/".join(map(str, words)).encode(), "sha256")
 
 
 @functools.cache
 def rank_key() -> bytes:
-    """The key of this round's messages between ranks; empty, and so known to everybody, under another launcher."""
-    return bytes.fromhex(os.environ.pop(KEY_VARIABLE, ""))  # not for processes that this one starts
+    """Return the key of this round's messages between ranks; under other launchers it is empty and protects nothing."""
+    return bytes.fromhex(os.environ.pop(KEY_VARIABLE, ""))  # removed, so that child processes do not get it
 
 
 def _log_stranger(name: str) -> None:
@@ -69,10 +69,10 @@ def _log_stranger(name: str) -> None:
 
 
 class SignedStore:
-    """Messages under the names that begin with `scope`: a signature (HMAC-SHA256 of scope, name and text), then JSON.
+    """Messages under names that begin with `scope`: a signature (HMAC-SHA256 of scope, name and text), then JSON.
 
-    What does not verify or cannot be decoded counts as absent; `on_stranger` is called with the first such name. Names
-    that are gone or changed are no error either: whoever has something to report writes it again.
+    A message that does not verify or cannot be decoded counts as absent; `on_stranger` is called with the first such
+    name. Deleted or changed messages are no error either: a process that has something to report writes it again.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class SignedStore:
         self.scope, self.key, self.on_stranger, self.met_stranger = scope, key, on_stranger, False
 
     def sealed(self, name: str, message: Any) -> str:
-        """The message as it stands in the store."""
+        """Return the message in the form in which it is stored."""
         text = json.dumps(message)
         return self._signature(name, text.encode()) + text
 
     def opened(self, name: str, sealed: bytes, decode: Callable[[Any], T]) -> T | None:
-        """What is in a sealed message, its texts without control characters; None where it is not the job's own."""
+        """Return the content of a sealed message, without control characters; None if this job did not write it."""
         if not sealed:
             return None
         signature, text = sealed[:SIGNATURE], sealed[SIGNATURE:]
@@ -108,21 +108,21 @@ class SignedStore:
         self.store.set(name, self.sealed(name, message))
 
     def read(self, name: str, decode: Callable[[Any], T]) -> T | None:
-        """The message under a name, None where there is none now; `get` would wait for it."""
+        """Return the message under a name, None if there is none now (`get` would wait for it)."""
         return self.opened(name, self.store.compare_set(name, "", ""), decode)
 
     def offer(
         self, name: str, message: Any, decode: Callable[[Any], T], yields: Callable[[T], bool] = lambda held: False
     ) -> T | None:
-        """Write a message where none of the job stands, or one that `yields`; returns the one that stands instead."""
+        """Write a message unless the job has one there that does not `yield`; in that case return that message."""
         sealed, expected = self.sealed(name, message), ""
         while True:
             found = self.store.compare_set(name, expected, sealed)
             if found == sealed.encode():
                 return None
             held = self.opened(name, found, decode)
-            gone = found == expected.encode()  # then the store answers with what was expected
-            if held is None or gone:  # a stranger's may be too long to be sent back for a comparison
+            gone = found == expected.encode()  # if the key is gone, the store returns the expected value
+            if held is None or gone:  # a stranger's message may be too long to send back for a comparison
                 self.store.set(name, sealed)
                 return None
             if not yields(held):
@@ -131,7 +131,7 @@ class SignedStore:
 
 
 def _printable_texts(value: Any) -> Any:
-    """The same JSON with every text printable."""
+    """Return the same JSON value with every text printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
@@ -145,8 +145,8 @@ def _printable_texts(value: Any) -> Any:
 
 
 def start_groups(backend: str, timeout: timedelta) -> None:
-    """Join the ranks of this attempt. The launcher's store outlives attempts and torch's keys in it do not name them:
-    a restarted rank would find those of the attempt before.
+    """Join the ranks of this attempt. The launcher's store outlives attempts, and torch's keys do not name the attempt:
+    without a prefix, a restarted rank would find keys of the previous attempt.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         dist.init_process_group(backend, timeout=timeout)
@@ -157,7 +157,7 @@ def start_groups(backend: str, timeout: timedelta) -> None:
 
 
 def gather_ranks(store: dist.Store, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Rank, host and pid of every worker, on rank 0; the other ranks only report theirs and get an empty list."""
+    """Return rank, host and pid of every worker on rank 0; other ranks only report theirs and get an empty list."""
     own = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
     signed, names = SignedStore(store, "ranks", rank_key()), [str(other) for other in range(world_size)]
     signed.write(str(rank), own)
@@ -168,12 +168,12 @@ def gather_ranks(store: dist.Store, rank: int, world_size: int) -> list[dict[str
 
 
 def backend_timeout(seconds: float) -> timedelta:
-    """The time-out to give a process group where the watchdog has `seconds`."""
+    """Return the time-out of a process group for a watchdog limit of `seconds`."""
     return timedelta(seconds=max(seconds * MARGIN, seconds + LEAST_MARGIN_SECONDS))
 
 
 def set_group_timeouts(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
-    """Change the time-out of collectives that are issued from now on, where this release of torch can."""
+    """Change the time-out of collectives that are issued from now on, if this release of torch supports it."""
     from torch.distributed import distributed_c10d
 
     change = getattr(distributed_c10d, "_set_pg_timeout", None)

@@ -1,7 +1,7 @@
-"""GPU memory that the ranks of an axis share: each rank reads and writes the others' directly.
+"""GPU memory that the ranks of an axis share: each rank reads and writes the others' memory directly.
 
 Private APIs of torch (`torch.distributed._symmetric_memory`, `torch.ops.symm_mem`) are used only here and in
-tools/bench/torch_fused.py; where they are missing or fail, `unusable` gives the reason and other backends run.
+tools/bench/torch_fused.py; if they are missing or fail, `unusable` returns the reason and other backends run.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ WORD = 4  # bytes of a signal
 
 
 def unusable(device: torch.device, axis: str = "tp") -> str | None:
-    """Why symmetric memory cannot be used over an axis, None where it can; every rank gets the same answer."""
+    """Return why symmetric memory cannot be used over an axis, None if it can; every rank gets the same answer."""
     if device.type != "cuda":
         return "it needs CUDA"
     return agreed_reason(lambda: _try_out(axis))
 
 
 def agreed_reason(attempt: Callable[[], None], axis: str = "world") -> str | None:
-    """The reason why `attempt` failed on some rank of an axis, None where it succeeded on all; the same on each."""
+    """Return why `attempt` failed on some rank of an axis, None if it succeeded on all; every rank gets the same."""
     reason = ""
     try:
         attempt()
-    except Exception as error:  # from torch, the driver or a compiler: with any of them it cannot be used
+    except Exception as error:  # any error of torch, the driver or a compiler means that it cannot be used
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     over = collectives.axis(axis)
     said: list[str] = [""] * over.size
@@ -52,12 +52,12 @@ def agreed_reason(attempt: Callable[[], None], axis: str = "world") -> str | Non
 
 
 def share_a_gpu(ranks: int) -> bool:
-    """Whether a host has more ranks than GPUs, as in tests. `ranks` counts where no launcher gives the number."""
+    """Whether a host has more ranks than GPUs, as in tests. `ranks` is used if no launcher sets the number."""
     return ranks_from_environment("LOCAL_WORLD_SIZE", ranks) > torch.cuda.device_count()
 
 
 def _try_out(axis: str) -> None:
-    """Share a little memory with the peers of an axis; raises if that is not possible."""
+    """Share a little memory with the peers of an axis; raise if that is impossible."""
     hosts: list[str] = [""] * collectives.axis_size(axis)
     dist.all_gather_object(hosts, socket.gethostname(), group=collectives.axis(axis).group)
     if len(set(hosts)) > 1:
@@ -75,10 +75,10 @@ def _try_out(axis: str) -> None:
 
 # ---- words of device memory ------------------------------------------------------------------------------------------
 #
-# A stream writes a word of device memory, or waits for one, in its turn and without a kernel. PyTorch has no function
-# that waits, so the driver's own are called (cuStreamWriteValue32, cuStreamWaitValue32). The word may lie in the mapped
-# memory of another GPU: one rank's stream can then wait until another rank's stream has reached some point. Whoever has
-# seen the word also sees everything that its writer's stream wrote before it.
+# A stream can write a word of device memory, or wait for one, in stream order and without a kernel. PyTorch cannot wait
+# like this, so the driver's functions are called (cuStreamWriteValue32, cuStreamWaitValue32). The word may lie in the
+# mapped memory of another GPU: one rank's stream can then wait until another rank's stream has reached some point. A
+# stream that has seen the word also sees everything that the writer's stream wrote before it.
 
 
 @functools.cache
@@ -110,10 +110,10 @@ def _check(code: int, what: str) -> None:
 
 
 class Region:
-    """Memory of the same size on every rank of an axis, which all of them can reach, and signals between the ranks.
+    """Memory of the same size on every rank of an axis, which all of them can access, and signals between the ranks.
 
-    A signal is a word in the memory of the rank that waits: another rank's stream sets it and its own clears it.
-    Callers make sure that it is cleared before it is set again.
+    A signal is a word in the memory of the waiting rank: another rank's stream sets it, and its own stream clears it.
+    Callers ensure that it is cleared before it is set again.
     """
 
     def __init__(self, axis: str, size: int, device: torch.device) -> None:
@@ -126,7 +126,7 @@ class Region:
             self.memory = memory.empty(size + CHANNELS * over.size * WORD, dtype=torch.uint8, device=device)
             self.memory.zero_()
 
-        missing = agreed_reason(take, axis)  # first: in the rendezvous torch would wait for a rank without memory
+        missing = agreed_reason(take, axis)  # before the rendezvous, where torch would wait for a rank without memory
         if missing is not None:
             raise RuntimeError(f"no {size / 2**20:.0f} MiB for ranks to share: {missing}")
         torch.cuda.synchronize(device)
@@ -139,7 +139,7 @@ class Region:
         dist.barrier(over.group)  # no rank signals before all words are zero
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """A view of a rank's memory, `offset` bytes from its beginning."""
+        """Return a view of a rank's memory, `offset` bytes from its start."""
         key = (rank, shape, dtype, offset)
         view = self._views.get(key)
         if view is None:
@@ -166,19 +166,19 @@ class Space:
 
     def __init__(self, axis: str, device: torch.device) -> None:
         self.axis, self.device = axis, device
-        self.side = torch.cuda.Stream(device, priority=-1)  # for copies; its small kernels must not wait in a queue
+        self.side = torch.cuda.Stream(device, priority=-1)  # for copies; its small kernels must not queue up
         self.second = torch.cuda.Stream(device)  # for products
         self._forked, self._ended = torch.cuda.Event(), torch.cuda.Event()
         self.regions: dict[str, Region] = {}
         self.state: Any = None  # of the fused kernels
 
     def fork(self) -> None:
-        """Let the side stream wait for the work that is in the current one."""
+        """Make the side stream wait for the work in the current stream."""
         self._forked.record()
         self.side.wait_event(self._forked)
 
     def join(self) -> None:
-        """Let the current stream wait for the side stream."""
+        """Make the current stream wait for the side stream."""
         self._ended.record(self.side)
         torch.cuda.current_stream(self.device).wait_event(self._ended)
 
@@ -187,15 +187,15 @@ class Space:
         return sum(region.size for region in self.regions.values())
 
     def region(self, purpose: str, size: int, credit: bool = False) -> Region:
-        """A region of at least `size` bytes for a purpose; every rank must request the same size.
+        """Return a region of at least `size` bytes for a purpose; every rank must request the same size.
 
-        With `credit` each rank may write once before the READ signal of an earlier write.
+        With `credit`, each rank may write once before any READ signal.
         """
         known = self.regions.get(purpose)
         if known is not None and known.size >= size:
             return known
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("shared memory cannot grow in a CUDA graph: run the products once before")
+            raise RuntimeError("shared memory cannot grow in a CUDA graph: run the products once beforehand")
         del known
         self.keep(self.regions.keys() - {purpose})
         made = Region(self.axis, math.ceil(size / ALIGNMENT) * ALIGNMENT, self.device)
@@ -222,7 +222,7 @@ def space(axis: str, device: torch.device) -> Space:
 
 
 def torch_workspace(axis: str, size: int) -> Any:
-    """The workspace of PyTorch's fused operations over an axis: at least `size` bytes a rank."""
+    """Return the workspace of PyTorch's fused operations over an axis: at least `size` bytes per rank."""
     import torch.distributed._symmetric_memory as memory
 
     name = collectives.axis(axis).group.group_name
@@ -231,7 +231,7 @@ def torch_workspace(axis: str, size: int) -> Any:
 
 
 def shared_gib() -> float:
-    """GiB of memory shared with peers, which the allocator of ordinary tensors does not count."""
+    """Return the GiB of memory shared with peers, which the allocator of ordinary tensors does not count."""
     return (sum(one.bytes for one in job.spaces.values()) + sum(job.workspaces.values())) / 2**30
 
 
@@ -242,7 +242,7 @@ def keep(purposes: Collection[str]) -> None:
 
 
 def start_anew() -> None:
-    """Free the shared memory after something failed midway: a flag may be set that nothing clears.
+    """Free the shared memory after a failure midway: a flag may be set that nothing clears.
 
     All ranks call it together.
     """
@@ -262,7 +262,7 @@ def release() -> None:
 
 
 def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -> None:
-    """Begin to copy the rows of all ranks into `full` on the side stream, in the order of use: the rank before this one
+    """Start to copy the rows of all ranks into `full` on the side stream, in the order of use: the previous rank's rows
     first, as parallel/tensor/tile_order.py multiplies them.
 
     `arrived` is called in that stream after the copy of each other rank's rows. `full` is complete once the caller's
@@ -287,7 +287,7 @@ def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -
 
 
 class Direct:
-    """Collectives by copies between GPUs' memories: for ranks that share a GPU, where NCCL does not run."""
+    """Collectives by copies between GPU memories, for ranks that share a GPU, where NCCL does not run."""
 
     regions = ("gather", "sum")
 
@@ -302,7 +302,7 @@ class Direct:
             add_up([region.of(rank, out.shape, x.dtype, first) for rank in range(region.ranks)], out)
 
     def reduce_in_place(self, x: Tensor, axis: str, largest: bool) -> None:
-        """The sum over ranks, or their maximum; every rank adds in the same order."""
+        """Sum x over ranks, or take the maximum if `largest`; every rank adds in the same order."""
         with self._shared(x, axis) as region:
             parts = [region.of(rank, x.shape, x.dtype) for rank in range(region.ranks)]
             if largest:
@@ -312,7 +312,7 @@ class Direct:
 
     @contextlib.contextmanager
     def _shared(self, x: Tensor, axis: str) -> Iterator[Region]:
-        """Inside, every rank can read the x of all; no rank writes there again before all have read."""
+        """Inside this context, every rank can read x of all ranks; no rank writes there again before all have read."""
         region = space(axis, x.device).region("sum", x.nbytes)
         region.of(region.rank, x.shape, x.dtype).copy_(x)
         region.shared.barrier(channel=0)
@@ -321,7 +321,7 @@ class Direct:
 
 
 def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
-    """out = the sum of parts, added in float32 where their type is narrower."""
+    """out = the sum of parts, added in float32 if their type is narrower."""
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)
         return
@@ -334,9 +334,9 @@ def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
 
 @contextlib.contextmanager
 def inside_product(axis: str, what: str, x: Tensor, elements: int) -> Iterator[None]:
-    """Around a product that communicates, which sends `elements` of x's type to each other rank.
+    """Use around a product that sends `elements` of x's type to each other rank.
 
-    The watchdog sees this rank in it until its device is through.
+    The watchdog sees this rank in the product until its device has finished it.
     """
     kind = str(x.dtype).removeprefix("torch.")
     tag = f"{what} over {axis}, inside a product of {tuple(x.shape)} {kind}"

@@ -1,12 +1,12 @@
-"""Blocks of rows that travel between ranks, point to point, while something else is computed.
+"""Sends blocks of rows point to point between ranks while the ranks compute something else.
 
-Every rank sends a block straight to each rank that needs it, nearest first and in both directions in turn:
+Every rank sends a block directly to each rank that needs it, nearest first, alternating between both directions:
 
-    3 ranks or more   distance  +1, -1, +2, -2, ...     what is sent at distance d comes in from distance -d
+    3 ranks or more   distance  +1, -1, +2, -2, ...     a rank that sends at distance d receives from distance -d
     2 ranks           distance  +1
 
 Nothing is forwarded, so a transfer never waits for a rank that is busy computing. The blocks of one distance may be cut
-into pieces, so that work on the first can begin while the rest is on its way.
+into pieces, so that work on the first piece can begin while the rest is under way.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ pass_over(__file__)
 
 
 def distances(ranks: int) -> list[int]:
-    """The distances over which blocks are sent, nearest first, both directions in turn."""
+    """Return the distances over which blocks are sent, nearest first, alternating between both directions."""
     return list(dict.fromkeys(d % ranks for near in range(1, ranks) for d in (near, -near)))[: ranks - 1]
 
 
 def pieces(rows: int, chunks: int) -> list[slice]:
-    """`rows` cut into at most `chunks` parts that differ by one row at most; none is empty."""
+    """Cut `rows` into at most `chunks` non-empty parts whose sizes differ by at most one row."""
     chunks = max(1, min(chunks, rows))
     bounds = [rows * i // chunks for i in range(chunks + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 class Transfer:
-    """A block on its way in; `wait` returns when it may be used."""
+    """A block that is being received; `wait` returns when it may be used."""
 
     def __init__(
         self, exchange: Exchange, receiving: list[Any], into: Tensor | None, staged: Tensor | None, start: int
@@ -65,35 +65,35 @@ class Transfer:
             self.into.copy_(self.staged, non_blocking=True)
 
     def _note_end(self) -> None:
-        """On a thread of its own: a receive does not report when it is complete, so somebody has to wait for it."""
+        """Run in a separate thread: a receive does not report its completion, so a thread must wait for it."""
         for work in self.receiving:
             work.wait()
         job.spans.add(self.exchange.axis.name, self.exchange.what, self.start, now(), waiting=False)
 
 
 class Exchange:
-    """The transfers of one operation over one axis. `size` is what this rank sends in all, in bytes.
+    """The transfers of one operation over one axis. `size` is the total number of bytes that this rank sends.
 
-    `inside` a collective that is counted, watched and timed as a whole, the transfers are not observed on their own.
+    `inside` a collective that is counted, watched and timed as a whole, the transfers are not observed separately.
     """
 
     def __init__(self, name: str, what: str, like: Tensor, size: int, inside: bool = False) -> None:
         self.axis, self.what, self.inside = job.axes[name], what, inside
         self.on_host = runs_on_host(self.axis.group, like.device)
-        self.stages = like.device.type == "cuda" and self.on_host  # gloo sends and receives host memory alone
+        self.stages = like.device.type == "cuda" and self.on_host  # gloo sends and receives host memory only
         self.call: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if not inside:
             self.call = Observed(name, what, described(what, name, like), size, self.on_host, background=True)
-        self._sending: list[tuple[Any, Tensor]] = []  # a work that is dropped cancels its transfer
+        self._sending: list[tuple[Any, Tensor]] = []  # kept, since dropping a work cancels its transfer
 
     def staged(self, x: Tensor) -> Tensor:
-        """x where it can be sent from: on the host if gloo sends it, copied once although parts are sent one by one."""
+        """Return x in memory that it can be sent from: for gloo a copy on the host, made once even if sent in parts."""
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if self.stages else x
 
     def swap(self, out: Tensor | None, into: Tensor | None, distance: int) -> Transfer:
         """Send `out` to the rank at `distance`, and receive `into` from the rank at -`distance`.
 
-        One of the two, or both, may be missing; the rank at the other end knows that.
+        Either or both may be None; the peer must know that.
         """
         axis = self.axis
         to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
@@ -122,7 +122,7 @@ class Exchange:
         return Transfer(self, receiving, into, staged, start)
 
     def finish(self) -> None:
-        """Return when everything was sent and its memory may be reused."""
+        """Return when everything is sent and its memory may be reused."""
         with self.call:
             for work, _ in self._sending:
                 work.wait()
@@ -130,7 +130,7 @@ class Exchange:
 
 
 def arriving(x: Tensor, full: Tensor, name: str, chunks: int) -> Iterator[slice]:
-    """Fill `full` (n t, ...) with the rows x (t, ...) of all ranks; yields its rows as they arrive, own ones first."""
+    """Fill `full` (n t, ...) with the rows x (t, ...) of all ranks; yield its rows as they arrive, own rows first."""
     axis, t = job.axes[name], x.shape[0]
     exchange = Exchange(name, "all_gather", x, (axis.size - 1) * x.nbytes)
     own = slice(axis.rank * t, (axis.rank + 1) * t)
@@ -149,10 +149,10 @@ def arriving(x: Tensor, full: Tensor, name: str, chunks: int) -> Iterator[slice]
 
 
 class Scattering:
-    """Sums over ranks of blocks that are computed one by one, each rank keeping its own rows.
+    """Sums over ranks of blocks that are computed one by one; each rank keeps its own rows.
 
-    `compute(rows, out)` fills `out` with this rank's summand for those rows. Others' rows come first, so that they
-    travel while the own ones are computed, and whatever the caller does before `result`.
+    `compute(rows, out)` fills `out` with this rank's summand for those rows. Other ranks' rows come first: they are
+    sent while this rank computes its own rows, and during the caller's work before `result`.
     """
 
     def __init__(self, compute: Any, rows: int, width: int, like: Tensor, name: str, chunks: int) -> None:
@@ -172,14 +172,14 @@ class Scattering:
         compute(slice(axis.rank * self.t, (axis.rank + 1) * self.t), self.mine)
 
     def result(self) -> Tensor:
-        """This rank's rows of the sum, added up in the order of distances; narrow types in float32."""
+        """Return this rank's rows of the sum, added in the order of distances; narrow types in float32."""
         total = _summed(self.mine, self.received, self.coming)
         self.exchange.finish()
         return total
 
 
 def _summed(mine: Tensor, received: Tensor, coming: Sequence[Sequence[Transfer]]) -> Tensor:
-    """mine (t, ...) and what comes into received (n - 1, t, ...), changed in place where no wider type is needed."""
+    """Add to mine (t, ...) what arrives in received (n - 1, t, ...), in place if no wider type is needed."""
     wide = len(coming) > 1 and mine.dtype in (torch.bfloat16, torch.float16)
     total = mine.float() if wide else mine
     for at, transfers in enumerate(coming):
@@ -190,7 +190,7 @@ def _summed(mine: Tensor, received: Tensor, coming: Sequence[Sequence[Transfer]]
 
 
 def scatter_sum(out: Tensor, x: Tensor, name: str) -> None:
-    """out (t, ...) = this rank's rows of the sum of x (n t, ...). Each row travels once; gloo's own sends it twice."""
+    """out (t, ...) = this rank's rows of the sum of x (n t, ...). Each row is sent once; gloo's own sends it twice."""
     axis = job.axes[name]
     blocks, order = x.view(axis.size, *out.shape), distances(axis.size)
     received = x.new_empty(len(order), *out.shape)

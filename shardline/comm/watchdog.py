@@ -6,10 +6,10 @@ Collectives report to the watchdog where this rank is (`comm.observe`). A thread
 
 A rank that waits longer than the limit reads what the others published. A member of the same collective is missing if
 it has not reached its sequence number, has reached it with another tag, or has stopped publishing. Only the progress of
-ranks is compared, so that what takes long on all of them alike (compilation, start-up) is no hang.
+ranks is compared, so work that takes long on all of them (compilation, start-up) is not a hang.
 
-NCCL's collectives run on the device while the rank continues. An event after each shows when it is over; the rank is in
-the first one that is not over.
+NCCL's collectives run on the device while the rank continues. An event after each shows when it has ended; the rank is
+considered to be in the first one that has not.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from shardline.report import HANG_CODE, this_report, write_report
 log = logging.getLogger("shardline")
 
 PERIOD = 1.0
-SILENT_PERIODS = 4  # a rank that publishes nothing for so long while others wait is stopped or cut off
-MANY_RANKS = 64  # above this, one rank at a time looks at all others
+SILENT_PERIODS = 4  # a rank that publishes nothing for this long while others wait is stopped or cut off
+MANY_RANKS = 64  # above this, only one rank at a time examines all others
 TURN_SECONDS = 30.0
 A_DAY = 86400.0
-WRITE_SECONDS = 5.0  # for the flight recorder's file, before a rank ends
+WRITE_SECONDS = 5.0  # limit for writing the flight recorder's file before a rank ends
 
-# Files whose frames are not where a rank is: it is at the line that called them. torch's are left out as a whole.
+# Files of wrappers: a rank's place is the line that called them. All files of torch count as wrappers, too.
 _passed_over = {__file__, threading.__file__, concurrent.futures._base.__file__}
 
 
 def pass_over(file: str) -> None:
-    """Called by modules that wrap collectives, with their `__file__`: a report names the place that called them."""
+    """Register a module that wraps collectives, by its `__file__`: reports name the place that called it."""
     _passed_over.add(file)
 
 
@@ -66,7 +66,7 @@ class Entered(NamedTuple):
 
 
 class Watchdog:
-    """One per rank. `store` is a connection that nothing else uses."""
+    """The watchdog of one rank. `store` is a connection that nothing else uses."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float, period: float = PERIOD
@@ -77,22 +77,22 @@ class Watchdog:
         self.step_number, self.busy_with = 0, ""
         self._counts: dict[str, tuple[int, object]] = {}
         self._waits: list[Entered] = []
-        self._issued: Entered | None = None  # the last thing that happened, if it was `issue`
+        self._issued: Entered | None = None  # the last reported event, if it was `issue`
         self._launched: collections.deque[tuple[Entered, torch.cuda.Event]] = collections.deque()  # on the device
         self._changed = self._reached = self._first_since = time.monotonic()
-        self._asking_since: float | None = None  # when the device was asked, while it has not answered
+        self._asking_since: float | None = None  # when the device was queried, while it has not answered
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> beat, and when it was first seen
         self._looking_since: float | None = None
         self._turn = ""
         self._main = threading.main_thread().ident
         self.recorder: FlightRecorder | None = None
-        self._dumped = 0.0  # when the recorder's file was asked for last
+        self._dumped = 0.0  # time of the last request for the recorder's file
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to publish, and become the job's watchdog."""
+        """Start publishing, and become the job's watchdog."""
         self._publish()
         for work in (self._watch, self._guard, self._follow):
             self._threads.append(threading.Thread(target=work, name="shardline-watchdog", daemon=True))
@@ -100,7 +100,7 @@ class Watchdog:
         job.watchdog = self
 
     def close(self) -> None:
-        """Stop publishing. A thread that came back from the store while Python shuts down would abort the process."""
+        """Stop publishing. A thread that returns from the store while Python shuts down would abort the process."""
         self._closed.set()
         if job.watchdog is self:
             job.watchdog = None
@@ -113,7 +113,7 @@ class Watchdog:
     # ---- what the rank reports ---------------------------------------------------------------------------------------
 
     def issue(self, tag: object, axis: str = "world") -> int:
-        """Note a collective that is waited for later, or never; returns its sequence number on this axis.
+        """Note a collective that is waited for later, or never; return its sequence number on this axis.
 
         If nothing is reported after it, the rank is presumed to wait in it.
         """
@@ -122,32 +122,32 @@ class Watchdog:
         return sequence
 
     def post(self, tag: object, axis: str) -> int:
-        """Note a collective that runs by itself while the rank does other work: it is not presumed to wait in it."""
+        """Note a collective that runs in the background: the rank is not presumed to wait in it."""
         sequence = self._counts[axis][0] + 1 if axis in self._counts else 1
         self._counts[axis] = (sequence, tag)
         self._moved()
         return sequence
 
     def record(self, axis: str, sequence: int, tag: str, size: float | None) -> Flight | None:
-        """Note a collective in the flight recorder, where there is one."""
+        """Note a collective in the flight recorder, if there is one."""
         recorder = self.recorder
         return None if recorder is None else recorder.issue(axis, sequence, tag, size, self.step_number)
 
     def wait(self, sequence: int, tag: object, axis: str = "world", flight: Flight | None = None) -> None:
-        """The rank waits, from here to `leave`, for a collective that it has issued."""
+        """Note that the rank waits, from now until `leave`, for a collective that it has issued."""
         self._moved()
         if flight is not None:
             flight.waited = flight.waited or time.time()
         self._waits.append(Entered(axis, sequence, tag, self._changed, flight))
 
     def enter(self, tag: object, axis: str = "world") -> int:
-        """`issue` and `wait` in one, for a collective that returns when it is done."""
+        """Call `issue` and `wait`, for a collective that returns when it is done."""
         sequence = self.issue(tag, axis)
         self.wait(sequence, tag, axis)
         return sequence
 
     def leave(self, on_device: bool = False) -> None:
-        """The rank continues. `on_device`: the collective is in the current stream, where it may still take long."""
+        """Note that the rank continues. `on_device`: the collective may still be running in the current stream."""
         self._moved()
         if not self._waits:
             return
@@ -160,7 +160,7 @@ class Watchdog:
             call.flight.done = time.time()
 
     def step(self, number: int) -> None:
-        """Step `number` begins."""
+        """Note that step `number` begins."""
         self.step_number = number
         self._moved()
 
@@ -170,7 +170,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """This rank does something that others may have to wait for: it is not missing, however long it takes."""
+        """Use around work that others may have to wait for: the rank is not missing, however long it takes."""
         self.busy_with = what
         try:
             yield
@@ -184,13 +184,13 @@ class Watchdog:
         now = time.monotonic()
         counts = {axis: (sequence, str(tag)) for axis, (sequence, tag) in list(self._counts.items())}
         running = self._running()
-        for one in reversed(running):  # the device is behind the host: it has reached the first of each axis
+        for one in reversed(running):  # the device is behind the host: it is in the first running call of each axis
             counts[one.axis] = (one.sequence, str(one.tag))
         wait, call = None, self._waits_in(running)
         known = call or self._issued
         if known is not None:
             axis, sequence, tag, since, _ = known
-            long = now - since > self.timeout_seconds / 2  # the members of a large axis are many: published when needed
+            long = now - since > self.timeout_seconds / 2  # a large axis has many members: publish them only if needed
             members = job.members.get(axis) if long else ()
             wait = Wait(axis, sequence, str(tag), now - since, members, presumed=call is None)
         where, idle = _place(self._main), now - self._changed
@@ -199,14 +199,14 @@ class Watchdog:
         )
 
     def _waits_in(self, running: list[Entered]) -> Entered | None:
-        """The outermost collective that the rank waits in, or else the first one that its device has not done."""
+        """Return the outermost collective that the rank waits in, else the first that its device has not finished."""
         waits = list(self._waits)
         if waits or not running:
             return waits[0] if waits else None
         return running[0]._replace(since=max(running[0].since, self._first_since))
 
     def _follow(self) -> None:
-        """Note what the device has done, in a thread of its own: the driver may block it for as long as the device."""
+        """Note what the device has finished, in a separate thread: the driver may block it as long as the device."""
         while not self._closed.wait(self.period / 4):
             self._asking_since = time.monotonic()
             while self._launched and self._launched[0][1].query():
@@ -217,7 +217,7 @@ class Watchdog:
             self._asking_since = None
 
     def _running(self) -> list[Entered]:
-        """What the device has not done yet, oldest first; empty where the driver does not answer."""
+        """Return what the device has not finished, oldest first; empty if the driver does not answer."""
         asking_since = self._asking_since
         unanswered = asking_since is not None and time.monotonic() - asking_since > self.period
         return [] if unanswered else [call for call, _ in list(self._launched)]
@@ -239,11 +239,11 @@ class Watchdog:
                     self._write_flights("on request")
                 self._look()
                 self._reached = time.monotonic()
-            except (RuntimeError, ValueError):  # the store is gone or slow: `_guard` limits how long that may last
+            except (RuntimeError, ValueError):  # the store is gone or slow: `_guard` limits how long this may last
                 continue
 
     def _look(self) -> None:
-        """Look for a hang. It begins before the limit is reached, so that silent ranks are known by then."""
+        """Look for a hang. This begins before the limit is reached, so that silent ranks are known by then."""
         stuck, silence = self._stuck_seconds(), SILENT_PERIODS * self.period
         if stuck <= max(self.timeout_seconds / 2, self.timeout_seconds - silence) or not self._has_turn(stuck):
             self._seen.clear()
@@ -261,7 +261,7 @@ class Watchdog:
             self._end(first or found, shown=first is None)
 
     def _guard(self) -> None:
-        """End this rank if it waits while the store is out of reach: then it cannot read what others published."""
+        """End this rank if it waits while the store is unreachable: it could not read what the others published."""
         ticked = time.monotonic()
         while not self._closed.wait(self.period):
             now = time.monotonic()
@@ -276,12 +276,12 @@ class Watchdog:
                 self._end(f"{status.who} is {status.doing()}, and {lost}: {why}", shown=True)
 
     def _stuck_seconds(self) -> float:
-        """How long this rank has waited for others or, if it does not wait, how long ago it last reported anything."""
+        """Return how long this rank has waited for others or, if it does not wait, how long ago it last reported."""
         call = self._waits_in(self._running())
         return 0.0 if self.busy_with else time.monotonic() - (self._changed if call is None else call.since)
 
     def _has_turn(self, stuck: float) -> bool:
-        """Whether this rank looks. In a large job one does, and after a while another if the first found nothing."""
+        """Whether this rank may look. In a large job one rank looks; if it finds nothing, later another one does."""
         if self.world_size <= MANY_RANKS:
             return True
         waits = list(self._waits)
@@ -301,12 +301,12 @@ class Watchdog:
         return found
 
     def _end(self, message: str, shown: bool = False) -> None:
-        """End this process, whatever its main thread is stuck in; the launcher shows the message."""
+        """End this process, whatever its main thread is blocked in; the launcher shows the message."""
         if self._closed.is_set():
             return
         reported = write_report(this_report("hang", message))
         self._write_flights(message)
-        if log.handlers:  # in a thread: the main thread may be stuck with the lock of a handler
+        if log.handlers:  # in a thread: the main thread may be blocked while it holds a handler's lock
             options = {"extra": {"file_only": True}}
             writer = threading.Thread(target=log.critical, args=("%s", message), kwargs=options, daemon=True)
             writer.start()
@@ -316,7 +316,7 @@ class Watchdog:
         os._exit(HANG_CODE)
 
     def _write_flights(self, reason: str) -> None:
-        """Write the recorder's file, for as long as a file system may take that does not hang."""
+        """Write the recorder's file, with a time limit in case the file system hangs."""
         if self.recorder is None:
             return
         writer = threading.Thread(target=self.recorder.write, args=(reason, dict(job.members)), daemon=True)
@@ -325,7 +325,7 @@ class Watchdog:
 
 
 def keep_flights(size: int, folder: Path, prefix: str) -> None:
-    """Keep the last `size` collectives; a hang of the job, or SIGUSR2 to one rank, writes those of every rank."""
+    """Keep the last `size` collectives; a hang of the job, or SIGUSR2 to one rank, makes every rank write them."""
     dog = job.watchdog
     if dog is not None:
         dog.recorder = FlightRecorder(dog.rank, size, folder, prefix)
@@ -333,7 +333,7 @@ def keep_flights(size: int, folder: Path, prefix: str) -> None:
 
 
 def set_timeouts(seconds: float) -> None:
-    """Set the longest wait for a collective from now on; the backends' own limit lies a little above the watchdog's."""
+    """Set the longest wait for a collective from now on; the backends' limit is a little above the watchdog's."""
     if job.watchdog is not None:
         job.watchdog.timeout_seconds = seconds
     set_group_timeouts((over.group for over in job.axes.values()), backend_timeout(seconds))
@@ -341,7 +341,7 @@ def set_timeouts(seconds: float) -> None:
 
 @contextlib.contextmanager
 def patiently(what: str) -> Iterator[None]:
-    """Around work of some ranks that others wait for, such as saving: no time-out counts until all have ended it."""
+    """Use around work of some ranks that others wait for, such as saving: no time-out applies until all are done."""
     dog = job.watchdog
     if dog is None:
         yield
@@ -359,7 +359,7 @@ def patiently(what: str) -> Iterator[None]:
 
 
 def _place(thread: int | None) -> str:
-    """The place of the main thread: the innermost line outside torch and the wrappers around its collectives."""
+    """Return the place of a thread: the innermost line outside torch and the wrappers around its collectives."""
     frame = innermost = sys._current_frames().get(thread or 0)
     while frame is not None and _is_wrapper(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,14 +1,14 @@
-"""Activation checkpointing: what a block keeps for its backward, and what it computes again.
+"""Activation checkpointing: what a block keeps for backward, and what it recomputes.
 
     none            keep everything
-    full            keep each block's input, compute the block again
+    full            keep each block's input, recompute the block
     selective "2"   every 2nd block as in `full`, the others as in `none`
-    selective "op"  keep the outputs of attention and of every other matrix product, and rows that have travelled to
-                    experts; compute the rest again, the experts' own products included
+    selective "op"  keep the outputs of attention and of every other matrix product, and rows that were sent to experts;
+                    recompute the rest, including the experts' products
     memory_budget   the compiler chooses what to keep within a share of `none`'s memory
     offload         keep everything, in host memory (offload.py, around the compiled function)
 
-The wrapper sits around the block's pure function, so a compiled block has it inside its graph.
+The wrapper is around the block's pure function, so a compiled block has it inside its graph.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *
     every = 1 if per_op else int(selective)
     recompute_shapes = _forced_recompute(model, section) if per_op else frozenset()
     context = functools.partial(_per_op_contexts, recompute_shapes) if per_op else None
-    wrapped: dict[Function, Function] = {}  # one wrapper per function, so that equal blocks share one compiled graph
+    wrapped: dict[Function, Function] = {}  # one wrapper per function, so that equal blocks share a compiled graph
     chosen = [block for layer, block in zip(model.layers, model.blocks(), strict=True) if int(layer) % every == 0]
     for block in chosen:
         if block.function not in wrapped:
@@ -92,13 +92,13 @@ def _checkpointed(
 
 
 def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
-    """Fresh policy state for each block and each forward, so that forward and recomputation count products alike."""
+    """Make new policy state for each block and forward, so that forward and recomputation count products equally."""
     seen = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, op: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         decided = decide(context, op, *arguments)
         if decided is CheckpointPolicy.MUST_SAVE and not context.is_recompute:
-            kept_results.note(getattr(context, "op_output", None))  # older releases do not say
+            kept_results.note(getattr(context, "op_output", None))  # older releases do not provide it
         return decided
 
     def decide(context: Any, op: Any, *arguments: Any) -> CheckpointPolicy:
@@ -117,10 +117,10 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
 
 
 class KeptResults:
-    """Bytes of results that "op" keeps; eager code keeps them where no hook for saved tensors sees them."""
+    """Bytes of results that "op" keeps; in eager code, no saved-tensor hook sees these."""
 
     def __init__(self) -> None:
-        self.size: int | None = None  # None: nobody counts
+        self.size: int | None = None  # None: not counting
 
     def note(self, result: Any) -> None:
         if self.size is not None:
@@ -134,12 +134,12 @@ kept_results = KeptResults()
 
 
 def travels(op: Any) -> bool:
-    """Whether `op` sends tokens to their experts or back: computing it again would send them again."""
+    """Whether `op` sends tokens to their experts or back: recomputing it would send them again."""
     return op.name() in _TRAVEL_OPS
 
 
 def product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """(in, out) of the weight of a matrix product, None where `op` is not one."""
+    """Return (in, out) of the weight of a matrix product, None if `op` is not one."""
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return tuple(arguments[-1].shape)
     if op is onednn():
@@ -156,13 +156,13 @@ def kept_attention_ops() -> frozenset[Any]:
     ops.add(torch.ops.higher_order.flex_attention)
     if hasattr(torch.ops, "torch_attn") and hasattr(torch.ops.torch_attn, "_varlen_attn"):
         ops.add(torch.ops.torch_attn._varlen_attn.default)
-    if hasattr(torch.ops.shardline, "shared_attention"):  # over keys of other ranks (parallel/context/ring.py)
+    if hasattr(torch.ops.shardline, "shared_attention"):  # attention over other ranks' keys (parallel/context/ring.py)
         ops.add(torch.ops.shardline.shared_attention.default)
     return frozenset(ops)
 
 
 def _forced_recompute(model: Decoder, section: ActivationCheckpoint) -> frozenset[tuple[int, ...]]:
-    """Shapes (in, out), on this rank, of the weights in the named modules, whose products are computed again."""
+    """Return the shapes (in, out), on this rank, of the named modules' weights, whose products are recomputed."""
     names = section.per_op_sac_force_recompute_mm_shapes_by_fqns
     shapes: set[tuple[int, ...]] = set()
     for wanted in names:
@@ -171,7 +171,7 @@ def _forced_recompute(model: Decoder, section: ActivationCheckpoint) -> frozense
             for name, parameter in model.named_parameters()
             if parameter.ndim == 2 and any(wanted in part for part in (name, *logical_names(model.arch, name)))
         ]
-        if not found and not _elsewhere(model, wanted) and wanted != "moe.router.gate":  # a default, of MoE models
+        if not found and not _elsewhere(model, wanted) and wanted != "moe.router.gate":  # the default, for MoE models
             raise ConfigError(
                 f"activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: no module is named {wanted!r}"
             )
@@ -189,10 +189,10 @@ def _elsewhere(model: Decoder, wanted: str) -> bool:
 
 
 def _set_memory_budget(section: ActivationCheckpoint, compiled: bool) -> None:
-    """Set what the compiler keeps, which is process-wide: every build sets it, also back to keeping everything.
+    """Set what the compiler keeps. The setting is process-wide, so every build sets it, also back to keep everything.
 
-    It may also make again, in backward, what a product reads and one pass over kept tensors gives, such as SwiGLU's
-    output: for Llama 3 8B that is a tenth of the memory, and less than a hundredth of the time.
+    The compiler may also recompute in backward a product's input that takes one pass over kept tensors, such as
+    SwiGLU's output: for Llama 3 8B that saves a tenth of the memory for less than a hundredth of the time.
     """
     wanted = section.mode == "memory_budget"
     if compiled:

@@ -1,17 +1,17 @@
-"""Activation offload: what a block keeps for its backward waits in host memory while other blocks compute.
+"""Activation offload: what a block keeps for backward is moved to host memory while other blocks compute.
 
     forward    computing       | block 0 | block 1 | block 2 | block 3 |
                device -> host            | kept 0  | kept 1  | kept 2  |
     backward   computing       | block 3 | block 2 | block 1 | block 0 |
                host -> device            | kept 1  | kept 0  |                 3 and 2 had not left the device yet
 
-Autograd gives every tensor that it saves inside a block's function to `pack`, and asks `unpack` for it in backward.
-Whole storages travel, each once: tensors come back with their strides, and views of one memory as views of one memory.
-A block's copy starts when the next block begins, in whatever order a schedule runs them: what backward needs at once is
-never sent. A block's backward fetches what the block before it kept. The hooks stand around the compiled function, and
-its graph does not know them.
+Autograd passes every tensor that it saves inside a block's function to `pack`, and gets it back from `unpack` in
+backward. Whole storages are copied, each once: tensors keep their strides, and views of one storage remain views of one
+storage. A block's copy starts when the next block begins, in whatever order a schedule runs blocks, so tensors that
+backward needs at once are never sent. A block's backward fetches what the previous block kept. The hooks are around the
+compiled function; its graph does not contain them.
 
-With `offload_every` n, only every n-th block sends what it keeps: its copy has the time of n blocks.
+With `offload_every` n, only every n-th block sends what it keeps, so its copy may take as long as n blocks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardline.models.decoder import Decoder
 
 log = logging.getLogger("shardline")
 Function = Callable[..., Any]
-Place = tuple[int, int]  # address and size of a tensor's whole memory
+Place = tuple[int, int]  # address and size of a tensor's whole storage
 
-# Smaller memories stay where they are. Those of one element must: their address may be a name (a ticket).
+# Smaller storages stay on the device. Those of one element must, as their address may identify something (a ticket).
 LEAST_BYTES = {"cuda": 2**20, "cpu": 2**10}
 
 
@@ -43,14 +43,14 @@ def offload_activations(model: Decoder, every: int) -> Offload:
         leaves = int(layer) % every == 0
         sent += leaves
         block.function = offload.around(block.function) if leaves else offload.beside(block.function)
-    log.info("activation offload: what %d of %d blocks keep for backward waits in host memory", sent, len(model.layers))
+    log.info("activation offload: %d of %d blocks keep activations in host memory", sent, len(model.layers))
     return offload
 
 
 class Offload:
-    """Sends what blocks keep to the host, in the order in which their forwards run.
+    """Copies what blocks keep to the host, in the order in which their forwards run.
 
-    A copy starts with the next block and has the time of `every` blocks; then the memory on the device is freed.
+    A copy starts with the next block and may take as long as `every` blocks; then the memory on the device is freed.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -59,16 +59,16 @@ class Offload:
         self.last: KeptBlock | None = None  # the latest block that is offloaded
         self.leaving: deque[tuple[int, KeptBlock]] = deque()  # with the number of the block that waits for the copy
         self._unsent: KeptBlock | None = None
-        self._begun = 0  # blocks
+        self._begun = 0  # number of blocks that have begun
         self.sent = 0  # bytes to the host since the last `take`
 
     def take(self) -> int:
-        """Bytes that were sent to the host since the last call."""
+        """Return the bytes copied to the host since the last call."""
         sent, self.sent = self.sent, 0
         return sent
 
     def around(self, function: Function) -> Function:
-        """`function(x, weights, ...)`, of which only x and what it computes may leave the device."""
+        """Wrap `function(x, weights, ...)`: only x and what the function computes may leave the device."""
 
         def run(x: Tensor, *others: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -82,7 +82,7 @@ class Offload:
         return run
 
     def beside(self, function: Function) -> Function:
-        """`function` of a block between two that are offloaded, which keeps everything on the device."""
+        """Wrap the function of a block between two offloaded ones, which keeps everything on the device."""
 
         def run(x: Tensor, *others: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -96,7 +96,7 @@ class Offload:
         return run
 
     def _advance(self) -> None:
-        """A block begins: free what has had its time, and start the copy of what the block before keeps."""
+        """Call when a block begins: free what is due, and start to copy what the previous block keeps."""
         self._begun += 1
         while self.leaving and self.leaving[0][0] <= self._begun:
             self.leaving.popleft()[1].leave()
@@ -106,7 +106,7 @@ class Offload:
             self._unsent = None
 
     def _begin(self, x: Tensor, others: tuple[Any, ...]) -> KeptBlock:
-        """Open a block that is offloaded."""
+        """Begin an offloaded block."""
         if self.copies is None:
             self.copies = Copies(x.device)
         self._advance()
@@ -118,7 +118,7 @@ class Offload:
 
 
 class KeptMemory:
-    """A storage that saved tensors look into: on the device, on the host, or on both while it is copied."""
+    """The storage of saved tensors: on the device, on the host, or on both while it is copied."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.size = storage.nbytes()
@@ -127,7 +127,7 @@ class KeptMemory:
 
 
 class SavedView(NamedTuple):
-    """What autograd holds in place of a tensor."""
+    """What autograd holds instead of a tensor."""
 
     memory: KeptMemory
     dtype: torch.dtype
@@ -137,9 +137,9 @@ class SavedView(NamedTuple):
 
 
 class KeptBlock:
-    """What one run of a block's function saved, until its backward begins: then the tensors alone hold their memory.
+    """What one run of a block's function saved, until its backward begins; from then on, only tensors hold the memory.
 
-    `stay` are the places of weights, which FSDP frees and gathers by itself, and of tables and masks, which all blocks
+    `stay` has the places of weights, which FSDP frees and gathers itself, and of tables and masks, which all blocks
     share.
     """
 
@@ -147,7 +147,7 @@ class KeptBlock:
         self.copies, self.stay, self.before = copies, stay, before
         self.memories: dict[Place, KeptMemory] = {}
         self.output: Place | None = None
-        self.sent: Any = None  # when the copy to the host is complete: an event
+        self.sent: Any = None  # event: the copy to the host is complete
         self.fetched: Any = None
 
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
@@ -166,7 +166,7 @@ class KeptBlock:
         return torch.empty(0, dtype=dtype, device=self.copies.device).set_(memory.storage, offset, size, stride)
 
     def _begin_backward(self) -> None:
-        """With the first tensor that backward needs: have all of them here, and fetch those of the block before."""
+        """When backward needs the first tensor, wait for all of them, and fetch those of the previous block."""
         if self.memories:
             self.fetch()
             self.copies.wait(self.fetched)
@@ -178,7 +178,7 @@ class KeptBlock:
             before.fetch()
 
     def send(self) -> int:
-        """Start to copy everything to the host; returns the bytes."""
+        """Start to copy everything to the host; return the bytes."""
         with self.copies.to_host():
             for memory in self.memories.values():
                 self.copies.send(memory)
@@ -186,13 +186,13 @@ class KeptBlock:
         return sum(memory.size for memory in self.memories.values())
 
     def leave(self) -> None:
-        """Free the memory on the device, which the computation may use again once the copy is complete."""
+        """Free the memory on the device, which the computation may reuse once the copy is complete."""
         self.copies.wait(self.sent)
         for memory in self.memories.values():
             memory.storage = None
 
     def fetch(self) -> None:
-        """Start to copy back what has left."""
+        """Start to copy back what has left the device."""
         away = [memory for memory in self.memories.values() if memory.storage is None]
         if not away:
             return
@@ -204,11 +204,11 @@ class KeptBlock:
 
 
 class Copies:
-    """The copies between a device and the host: two streams of a GPU, and page-locked buffers that are used again.
+    """Copies between a device and the host, on two streams of a GPU and with reusable page-locked buffers.
 
-    Memory on the device belongs to the computation's stream. It waits for every copy before it frees or uses that
-    memory, and a copy begins after all that was computed before, so that neither needs `record_stream`. A CPU copies at
-    once, into ordinary memory.
+    Memory on the device belongs to the computation's stream. This stream waits for every copy before it frees or uses
+    that memory, and a copy starts after all earlier computation, so neither needs `record_stream`. A CPU copies
+    synchronously, into ordinary memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -224,7 +224,7 @@ class Copies:
 
     @contextlib.contextmanager
     def _stream(self, number: int) -> Iterator[None]:
-        """What is copied inside runs beside the computation, after all that it has been given so far."""
+        """Copies inside this context run beside the computation, after all work that is already queued there."""
         if not self.on_gpu:
             yield
             return
@@ -237,7 +237,7 @@ class Copies:
         return torch.cuda.current_stream(self.device).record_event() if self.on_gpu else None
 
     def wait(self, event: Any) -> None:
-        """The computation goes on when the event has passed; the host does not wait."""
+        """Make the computation wait for the event; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -256,14 +256,14 @@ class Copies:
         _bytes(memory.storage).copy_(memory.host[: memory.size], non_blocking=True)
 
     def _buffer(self, size: int) -> Tensor:
-        """Sizes are powers of two, which torch makes of them anyway: experts keep other numbers of rows every step."""
+        """Return a buffer. Its size is a power of two, to which torch rounds anyway, as experts' sizes keep changing."""
         room = 1 << (size - 1).bit_length()
         if self.free[room]:
             return self.free[room].pop()
         return torch.empty(room, dtype=torch.uint8, pin_memory=self.on_gpu)
 
     def give(self, memory: KeptMemory) -> None:
-        """Take back a buffer; the next copy into it comes after all that the computation has waited for."""
+        """Take a buffer back; the next copy into it starts after everything that the computation has waited for."""
         if memory.host is not None:
             self.free[memory.host.numel()].append(memory.host)
             memory.host = None
@@ -279,7 +279,7 @@ def _place(tensor: Tensor) -> Place:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in tuples of tuples."""
+    """Yield all tensors in nested tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Which products of a model compute in float8, by the names of their weights and by their sizes."""
+"""Decides which products of a model compute in float8, by the names and sizes of their weights."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ CAPABLE = (8, 9)  # compute capability from which GPUs multiply float8
 
 
 class BlockRecipes(NamedTuple):
-    """The recipe of each kind of product in a block; None where it computes in the type of the activations."""
+    """The recipe of each kind of product in a block; None if it computes in the type of the activations."""
 
     into_heads: Recipe | None = None
     out_of_heads: Recipe | None = None
-    widen: Recipe | None = None  # of the feed-forward part, or of the shared expert
+    widen: Recipe | None = None  # in the feed-forward layer or the shared expert
     narrow: Recipe | None = None
     experts: Recipe | None = None
 
 
-# Modules whose weights take part in each kind of product; the rest of a model is never converted.
+# Modules whose weights each kind of product uses; the rest of a model is never converted.
 MODULES = {
     "into_heads": ("attention.wqkv", "attention.wq", "attention.wkv", "attention.wq_b", "attention.wkv_b"),
     "out_of_heads": ("attention.wo",),
@@ -63,30 +63,30 @@ def recipe_of_experts(config: Config) -> Recipe | None:
 
 
 def check_device(config: Config, device: torch.device, compute: torch.dtype) -> None:
-    """Raise where this device cannot multiply float8 and no emulation was requested."""
+    """Raise if this device cannot multiply float8 and emulation was not requested."""
     for recipe, section in ((recipe_of(config), FLOAT8_LINEAR), (recipe_of_experts(config), FLOAT8_EXPERTS)):
         if recipe is None or recipe.emulate:
             continue
         how = f"--{section}.emulate multiplies the rounded numbers in the type of the activations instead"
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABLE:
-            raise ConfigError(f"{section}: {device.type} has no float8 products (GPUs from 8.9 on have); {how}")
+            raise ConfigError(f"{section}: {device.type} has no float8 products (needs a GPU of 8.9 or more); {how}")
         if compute != torch.bfloat16:
             kind = str(compute).removeprefix("torch.")
-            raise ConfigError(f"{section}: float8 products give bfloat16, but activations are {kind}; {how}")
+            raise ConfigError(f"{section}: float8 products return bfloat16, but activations are {kind}; {how}")
 
 
 def check_rows(config: Config, rows: int) -> None:
-    """Raise where weight gradients would be sums over a number of tokens that the kernels do not take."""
+    """Raise if weight gradients would be sums over a number of tokens that the kernels do not support."""
     recipe = recipe_of(config)
     if recipe is not None and not recipe.emulate and rows % MULTIPLE:
         raise ConfigError(
-            f"{FLOAT8_LINEAR}: a rank multiplies {rows} tokens at a time, which is no multiple of {MULTIPLE}; change"
+            f"{FLOAT8_LINEAR}: a rank multiplies {rows} tokens at a time, which is not a multiple of {MULTIPLE}; change"
             " training.seq_len or training.local_batch_size"
         )
 
 
 def choose_recipes(model: Decoder, config: Config) -> dict[Block, BlockRecipes]:
-    """The recipes of each block; raises where a filter names no module of the model."""
+    """Return the recipes of each block; raise if a filter names no module of the model."""
     recipe, of_experts, section = recipe_of(config), recipe_of_experts(config), config.quantize
     filters = [name for name in section.linear.float8.filter_fqns if name != AUTOMATIC]
     wanted = section.grouped_mm.float8.fqns
@@ -106,7 +106,7 @@ def choose_recipes(model: Decoder, config: Config) -> dict[Block, BlockRecipes]:
             fits = recipe is not None and all(_suits(*one, filters, recipe, small) for one in weights)
             chosen[kind] = recipe if weights and fits else None
         if block.spec.kv_heads is not None:
-            chosen["into_heads"] = None  # gradients of keys and values are sums over ranks: rounded before, not after
+            chosen["into_heads"] = None  # key and value gradients are summed over ranks: they would be rounded before
         name = f"layers.{layer}.moe.experts"
         if block.moe is not None and any(part in name for part in wanted):
             chosen["experts"] = of_experts
@@ -117,7 +117,7 @@ def choose_recipes(model: Decoder, config: Config) -> dict[Block, BlockRecipes]:
 def _weights(
     arch: Architecture, block: Block, place: str, modules: tuple[str, ...]
 ) -> Iterator[tuple[list[str], Tensor]]:
-    """The names that a config may use for each weight of some modules, and what this rank holds of it."""
+    """Yield for each weight of some modules the names that a config may use, and this rank's shard."""
     for name, parameter in block.named_parameters():
         module = name.removesuffix(".weight")
         if module in modules and name != module:
@@ -137,7 +137,7 @@ def _suits(names: list[str], weight: Tensor, filters: list[str], recipe: Recipe,
 
 
 def _is_small(n: int, k: int, recipe: Recipe) -> bool:
-    """Whether a product is known to be slower in float8 than in bfloat16; limits of an H100, by torchao's table."""
+    """Whether a product is known to be slower in float8 than in bfloat16; limits for an H100, from torchao's table."""
     if recipe.by_row:
         return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
     return k <= 4096 and n <= 1024
@@ -153,7 +153,7 @@ def _check_names(arch: Architecture, key: str, names: list[str]) -> None:
 
 
 def converted_modules(model: Decoder, recipes: dict[Block, BlockRecipes]) -> list[str]:
-    """The names of the modules whose weights are used in float8 alone."""
+    """Return the names of the modules whose weights are used only in float8."""
     found = []
     for layer, block in zip(model.layers, model.blocks(), strict=True):
         there = {name for name, _ in block.named_modules()}
@@ -164,7 +164,7 @@ def converted_modules(model: Decoder, recipes: dict[Block, BlockRecipes]) -> lis
 
 
 def describe(recipes: dict[Block, BlockRecipes]) -> list[str]:
-    """Lines for the log on what computes in float8."""
+    """Return log lines about what computes in float8."""
     lines = []
     every = [one for block in recipes.values() for one in block[:4]]
     in_float8 = [one for one in every if one is not None]
@@ -185,7 +185,7 @@ def describe(recipes: dict[Block, BlockRecipes]) -> list[str]:
 
 
 def multiplier(recipe: Recipe | None) -> Callable[[Tensor, Weight, Tensor | None], Tensor]:
-    """x times a weight, plus a bias."""
+    """Return a function for x times a weight, plus a bias."""
     if recipe is None:
         return plain_linear
 
@@ -202,7 +202,7 @@ def multiplier(recipe: Recipe | None) -> Callable[[Tensor, Weight, Tensor | None
 
 @functools.cache
 def products_here(into: Recipe | None, back: Recipe | None) -> Products:
-    """Products without collectives: into heads or the wide middle, and back."""
+    """Return products without collectives: into heads or intermediate columns, and back."""
     multiply = multiplier(into)
 
     def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:

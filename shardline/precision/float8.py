@@ -4,14 +4,14 @@
     input gradient    gradient (t, N)  times  weight          -> (t, K)
     weight gradient   gradient         times  x               -> (N, K), a sum over the tokens
 
-    tensorwise            one factor for all numbers of an operand; gradients have more exponent (e5m2)
+    tensorwise            one factor for all numbers of an operand; gradients have more exponent bits (e5m2)
     rowwise               a factor for each row of the left operand and each column of the right one
     rowwise_with_gw_hp    the same, but weight gradients are computed in the type of the activations
 
-Factors are powers of two. Float8 numbers have an exponent, so that such a factor does not change how a number is
-rounded, except for those so small that their exponent has run out. That is why a layout in which ranks see other rows
-or columns together, and so choose other factors, still computes what one process computes, and why numbers that have
-travelled in float8 with one factor can be given another one without being rounded again.
+Factors are powers of two. Since float8 numbers have an exponent, such a factor does not change how a number is rounded,
+unless the number is so small that it becomes subnormal. So ranks that see different rows or columns together, and
+choose different factors, still compute the same results as one process. And numbers that were sent in float8 with one
+factor can get another one without being rounded again.
 
 With `emulate` the rounded numbers are multiplied in the type of the activations, on any device.
 """
@@ -27,13 +27,13 @@ from shardline.models.products.linear import gradient_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max}
-TINY = 1e-12  # rows of zeros have a factor, too
-EXPONENT = 0x7F800000  # the bits of a float32 that say its power of two
-MULTIPLE = 16  # sizes of what the kernels multiply
+TINY = 1e-12  # so that rows of zeros also have a factor
+EXPONENT = 0x7F800000  # the exponent bits of a float32
+MULTIPLE = 16  # the kernels need sizes that are multiples of this
 
 
 class Recipe(NamedTuple):
-    """How operands are rounded; a name of the config, and whether products are emulated."""
+    """How operands are rounded: a recipe name of the config, and whether products are emulated."""
 
     name: str
     emulate: bool
@@ -52,12 +52,12 @@ class Recipe(NamedTuple):
 
 
 def keeps_float8(recipe: Recipe | None) -> bool:
-    """Whether a product by this recipe keeps its rows for backward as rounded."""
+    """Whether a product by this recipe keeps its rows for backward in rounded form."""
     return recipe is not None and not recipe.wide_weight_gradient
 
 
 class Quantized(NamedTuple):
-    """Numbers in float8 (rows, depth), and the factors (rows, 1) or (1, 1) that make them what they stand for."""
+    """Numbers in float8 (rows, depth), and the factors (rows, 1) or (1, 1) that scale them to their values."""
 
     data: Tensor
     factors: Tensor
@@ -67,20 +67,20 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Tensor, kind: torch.dtype = E4M3, by_row: bool = True) -> Quantized:
-    """Round x (rows, depth), so that the largest number of a row, or of all, is at most the largest of the type."""
+    """Round x (rows, depth), scaled so that the largest number of a row, or of all, fits the type."""
     largest = x.detach().abs().amax(1, keepdim=True) if by_row else x.detach().abs().amax().view(1, 1)
     scales = power_of_two_below(largest, kind)
     return Quantized((x.float() * scales).to(kind), scales.reciprocal())
 
 
 def power_of_two_below(largest: Tensor, kind: torch.dtype = E4M3) -> Tensor:
-    """The power of two that makes `largest` at most the largest number of the type, and more than half of it."""
+    """Return the power of two that scales `largest` to more than half of the type's maximum, but not above it."""
     scales = LARGEST[kind] / largest.float().clamp(min=TINY)
     return (scales.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
 def transposed(x: Quantized, recipe: Recipe) -> Quantized:
-    """(depth, rows): the factors of rows become factors of columns, or one for all."""
+    """Transpose to (depth, rows): the factors of rows become factors of columns, or one for all."""
     if x.factors.numel() == 1:
         return Quantized(x.data.t().contiguous(), x.factors)
     if x.data.is_cuda:
@@ -93,7 +93,7 @@ def transposed(x: Quantized, recipe: Recipe) -> Quantized:
     "shardline::float8_turn", mutates_args=(), schema="(Tensor data, Tensor factors) -> (Tensor, Tensor)"
 )
 def _turn(data: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """What `transposed` gives, by kernels."""
+    """Compute `transposed` by kernels."""
     from shardline.precision.float8_kernels import COLUMNS, ROWS, TILES, largest_kernel, turn_kernel
 
     rows, depth = data.shape
@@ -112,7 +112,7 @@ _turn.register_fake(lambda data, factors: (data.new_empty(data.shape[::-1]), fac
 
 
 def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool, out: Tensor | None = None) -> Tensor:
-    """a (n, K) times the transpose of b (m, K)."""
+    """Multiply a (n, K) with the transpose of b (m, K)."""
     if emulate:
         return torch.mm(a.wide(dtype), b.wide(dtype).t(), out=out)
     of_a, of_b = a.factors, b.factors.t()
@@ -125,11 +125,11 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool, out:
 
 # ---- the three products ----------------------------------------------------------------------------------------------
 
-Rows = Quantized | Tensor  # rounded at once, or where they are multiplied
+Rows = Quantized | Tensor  # rounded already, or to be rounded when they are multiplied
 
 
 def rounded(x: Tensor, recipe: Recipe, gradient: bool = False) -> Rows:
-    """The rows x (t, depth) as backward needs them: whole where weight gradients are computed from whole numbers."""
+    """Return the rows x (t, depth) as backward needs them: unrounded if the recipe has wide weight gradients."""
     kind = recipe.of_gradients if gradient else E4M3
     return x if recipe.wide_weight_gradient else quantize(x, kind, recipe.by_row)
 
@@ -139,12 +139,12 @@ def _left(rows: Rows) -> Quantized:
 
 
 def for_rows(weight: Tensor, recipe: Recipe) -> Quantized:
-    """A weight (N, K) that rows (t, K) are multiplied with."""
+    """Round a weight (N, K) that rows (t, K) are multiplied with."""
     return quantize(weight, E4M3, recipe.by_row)
 
 
 def for_gradients(weight: Tensor, recipe: Recipe) -> Quantized:
-    """The transpose of a weight (N, K), for gradients (t, N)."""
+    """Round the transpose of a weight (N, K), for gradients (t, N)."""
     data, factors = quantize(weight.t(), E4M3, recipe.by_row and not recipe.wide_weight_gradient)
     return Quantized(data.contiguous(), factors)
 
@@ -154,7 +154,7 @@ def product(rows: Rows, right: Quantized, recipe: Recipe, dtype: torch.dtype, ou
 
 
 def weight_gradient(gradients: Rows, rows: Rows, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """The transpose of gradients (t, N) times rows (t, K)."""
+    """Return the transpose of gradients (t, N) times rows (t, K)."""
     if isinstance(gradients, Quantized) and isinstance(rows, Quantized):
         return multiply(transposed(gradients, recipe), transposed(rows, recipe), dtype, recipe.emulate)
     assert isinstance(gradients, Tensor)
@@ -163,7 +163,7 @@ def weight_gradient(gradients: Rows, rows: Rows, recipe: Recipe, dtype: torch.dt
 
 
 def linear(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    """x (..., K) times the transpose of weight (N, K), in the type of x."""
+    """Return x (..., K) times the transpose of weight (N, K), in the type of x."""
     out: Tensor = _Float8Linear.apply(x.flatten(0, -2), weight, *recipe)
     return out.unflatten(0, x.shape[:-1])
 
@@ -193,11 +193,11 @@ class _Float8Linear(torch.autograd.Function):
         return dx, gradient_of(weight, needs_weight, of_weight), None, None
 
 
-# ---- rows that travel ------------------------------------------------------------------------------------------------
+# ---- rows in bytes, for transfers ------------------------------------------------------------------------------------
 
 
 def to_bytes(rows: Quantized) -> Tensor:
-    """(t, depth + 16) uint8: each row with its factor behind it, so that it travels as one."""
+    """Return (t, depth + 16) uint8: each row followed by its factor, so that both are sent together."""
     factors = rows.factors.expand(rows.data.shape[0], MULTIPLE // rows.factors.element_size()).contiguous()
     return torch.cat([rows.data.view(torch.uint8), factors.view(torch.uint8)], dim=1)
 

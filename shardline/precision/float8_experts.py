@@ -1,8 +1,8 @@
 """Grouped products in float8: each row times the matrix of its expert.
 
-Rows and the rows of the matrices have factors of their own, forward and for the gradients of rows. Gradients of the
+Each row and each row of the matrices has its own factor, in forward and for the gradients of rows. Gradients of the
 matrices are computed in the type of the activations: they are sums over the tokens of an expert, and the kernels would
-want a multiple of 16 tokens for each.
+need a multiple of 16 tokens for each expert.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def emulated_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def expert_products(recipe: Recipe | None) -> ExpertProducts:
-    """How the experts of a block multiply."""
+    """Return the products of a block's experts."""
     if recipe is None:
         return ExpertProducts()
     return ExpertProducts(
@@ -50,7 +50,7 @@ def _through(
     w13: Tensor,
     w2: Tensor,
 ) -> Tensor:
-    """What `expert_feed_forward` of models/experts/rows.py computes, with the given products."""
+    """Compute `expert_feed_forward` of models/experts/rows.py with the given products."""
     rows = x if sorting is None else Spread.apply(x, *sorting)
     product = linear(rows, w13.flatten(1, 2), ends)
     out: Tensor = linear(swiglu(product, weights, w2.shape[2]), w2, ends)
@@ -69,7 +69,7 @@ def _emulated_feed_forward(*given: Any) -> Tensor:
 
 
 def _product(rows: Tensor, matrices: Tensor, ends: Tensor, emulate: bool) -> Tensor:
-    """Rows (n, K) times the transposes of the matrices (E, N, K)."""
+    """Multiply rows (n, K) with the transposes of the matrices (E, N, K)."""
     left, (data, factors) = quantize(rows), quantize(matrices.flatten(0, 1))
     if emulate:
         wide = Quantized(data, factors).wide(rows.dtype).view(matrices.shape)

@@ -1,8 +1,8 @@
-"""Triton kernels that turn rows in float8 around: their factors become factors of columns.
+"""Triton kernels that transpose float8 rows: the factors of rows become factors of columns.
 
     data (rows, depth), factors (rows, 1)  ->  data (depth, rows), factors (depth, 1)
 
-Numbers are read twice, once for the largest of each column and once to be written; the compiler's form of it, one
+Numbers are read twice: to find the largest of each column, and to write the result. The compiler's kernel, with one
 program for a few columns and all rows, leaves most of a GPU idle.
 """
 # mypy: ignore-errors
@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 ROWS, COLUMNS = 128, 64  # of one tile
-TILES = 8  # below each other, of one program that looks for the largest numbers
+TILES = 8  # vertically adjacent tiles in which one program finds the largest numbers
 
 
 @triton.jit
 def largest_kernel(
     data, factors, largest, rows, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    """largest[c] = the largest of |data[r, c]| * factors[r] so far; it begins with zeros."""
+    """largest[c] = the largest of |data[r, c]| * factors[r] so far; it starts at zero."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     found = tl.zeros((COLUMNS,), tl.float32)
     for tile in range(TILES):
@@ -36,7 +36,7 @@ def largest_kernel(
 def turn_kernel(
     data, factors, largest, out, out_factors, rows, depth, limit, tiny, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """out[c, r] stands for data[r, c] * factors[r] with factors of its own rows, which are powers of two."""
+    """out[c, r] represents data[r, c] * factors[r], with a power-of-two factor for each row of out."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     places = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     here = (places < rows)[:, None] & (columns < depth)[None, :]

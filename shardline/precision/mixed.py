@@ -1,7 +1,7 @@
-"""Mixed precision: the types that parameters are stored in, blocks compute in and gradients are summed in.
+"""Mixed precision: the types in which parameters are stored, blocks compute and gradients are summed.
 
 The three types mean the same on one device and on many: a weight is stored and updated in `storage`, rounded to
-`compute` where it is used, and its gradient is converted to `storage` before anything is summed.
+`compute` at each use, and its gradient is converted to `storage` before anything is summed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Precision:
 
 
 def choose_precision(config: Config, device: torch.device, has_bfloat16: bool) -> Precision:
-    """The types this run uses on this device; `notes` explain where they differ from the config's."""
+    """Return the types that this run uses on this device; `notes` explain differences from the config."""
     storage = DTYPES[config.training.dtype]
     compute = DTYPES[config.training.mixed_precision_param]
     notes = []

@@ -58,7 +58,7 @@ def test_the_factor_doubles_after_many_good_steps(monkeypatch):
         scale.advance()
     assert scale.state() == (4 * loss_scale.FIRST, 0)
     scale.value = loss_scale.LEAST
-    with pytest.raises(UserError, match=r"step 5: .* float16 does not hold this model"):
+    with pytest.raises(UserError, match=r"step 5: .* float16's range is too small for this model"):
         scale.back_off(5)
 
 

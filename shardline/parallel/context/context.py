@@ -4,9 +4,9 @@
     cp rank                     0   1   2   3   3   2   1   0
 
 A batch is cut once, before the model: each rank embeds, normalises, multiplies and scores its own tokens, at their
-positions in the sequence. Only attention sees more: keys and values travel (`ring`), or heads are traded for tokens
-(`ulysses`). Parameters are sharded over dp_shard x cp, so their gradients are summed over the ranks of a
-sequence as over those of a batch.
+positions in the sequence. Only attention needs other tokens: keys and values are sent (`ring`), or heads are exchanged
+for tokens (`ulysses`). Parameters are sharded over dp_shard x cp, so their gradients are summed over the ranks of a
+sequence as they are over the ranks of a batch.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class ContextParallel:
     method: str
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Where in sequences of `length` tokens this rank's are: (length / cp,)."""
+        """Return the positions (length / cp,) of this rank's tokens in sequences of `length` tokens."""
         return self.own(torch.arange(length, device=device)[None])[0]
 
     def cut(self, batch: Batch) -> Batch:
-        """This rank's tokens and labels of a batch; documents stay whole, to know what lies on other ranks."""
+        """Return this rank's tokens and labels of a batch; documents stay whole, as attention reaches other ranks."""
         noise = None if batch.noise is None else self.own(batch.noise)
         return replace(batch, tokens=self.own(batch.tokens), labels=self.own(batch.labels), noise=noise)
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's part (B, S / cp) of rows (B, S)."""
+        """Return this rank's part (B, S / cp) of rows (B, S)."""
         if x.shape[1] % self.slices.total:
             raise ValueError(f"{x.shape[1]} tokens cannot be cut into {self.slices.total} slices")
         parts = x.chunk(self.slices.total, dim=1)
@@ -57,10 +57,10 @@ class ContextParallel:
     def masks(
         self, arch: Architecture, tokens: Tensor, dtype: torch.dtype, documents: Tensor | None
     ) -> dict[int, AttentionMask]:
-        """The mask of every window size in use, for this rank's `tokens` (B, S / cp) and all `documents` (B, S)."""
+        """Return the mask of each window size, for this rank's `tokens` (B, S / cp) and all `documents` (B, S)."""
         length = tokens.shape[1] * self.slices.ranks
         if self.method == "ulysses":
-            whole = tokens[:, :1].expand(-1, length)  # of which a mask takes the shape
+            whole = tokens[:, :1].expand(-1, length)  # masks use only its shape
             masks = make_masks(arch, whole, dtype, documents)
             return {window: mask._replace(shared=ulysses_attention) for window, mask in masks.items()}
         if arch.attn_mask_type == "causal":
@@ -81,7 +81,7 @@ class ContextParallel:
 
 
 def document_table(documents: Tensor, count: int, window: int) -> Tensor:
-    """What `count` slices of rows with packed `documents` (B, S) see of each other; the row that sees most decides."""
+    """Return what `count` slices of rows with packed `documents` (B, S) see of each other, in any row of the batch."""
     length = documents.shape[1] // count
     table = torch.tensor(causal_table(count, length, window), dtype=torch.int8)
     parts = documents.cpu().unflatten(1, (count, length))
@@ -94,19 +94,19 @@ def document_table(documents: Tensor, count: int, window: int) -> Tensor:
     return table
 
 
-# What a config asks for
+# From the config
 
 
 def context_plan(config: Config, ranks: int, rank: int) -> ContextParallel:
     section = config.parallelism
     method = {"alltoall": "ring"}.get(section.context_parallel_rotate_method, section.context_parallel_rotate_method)
-    # With ulysses every rank has all tokens of its heads: their work is the same however the sequence is cut.
+    # With ulysses, every rank has all tokens of its heads: the work is equal however the sequence is cut.
     balanced = section.context_parallel_load_balancer == "headtail" and method != "ulysses"
     return ContextParallel(Slices(ranks, 2 if balanced else 1), rank, method)
 
 
 def check_context_parallel(plan: ContextParallel, config: Config, arch: Architecture, tp: int) -> None:
-    """Raise for lengths and heads that cannot be cut; the message names those that can."""
+    """Raise for lengths and heads that cannot be divided; the message names values that can."""
     shared_by = tp if config.parallelism.enable_sequence_parallel else 1
     for name, _, length in batch_shapes(config):
         _check_length(f"{name}.seq_len", length, plan.slices, shared_by)
@@ -115,8 +115,8 @@ def check_context_parallel(plan: ContextParallel, config: Config, arch: Architec
     elif arch.attn_backend in ("flex", "varlen"):
         raise ConfigError(
             f"model.overrides.attn_backend = {arch.attn_backend!r}: with context parallelism by ring or allgather,"
-            " attention is put together from parts, which this kernel cannot compute; set it to 'auto', or"
-            ' parallelism.context_parallel_rotate_method = "ulysses"'
+            " attention is merged from partial results, which this kernel cannot compute; set it to 'auto', or"
+            ' set parallelism.context_parallel_rotate_method = "ulysses"'
         )
 
 
@@ -151,7 +151,7 @@ def describe(plan: ContextParallel, length: int) -> str:
     how = {
         "ring": "keys and values passed point to point",
         "allgather": "keys and values gathered",
-        "ulysses": "heads traded for tokens",
+        "ulysses": "heads exchanged for tokens",
     }
     return f"context parallel over {plan.slices.ranks} ranks, {cut} each, {how[plan.method]}"
 
@@ -159,7 +159,7 @@ def describe(plan: ContextParallel, length: int) -> str:
 def attention_words(
     config: Config, arch: Architecture, device: torch.device, dtype: torch.dtype, otherwise: str
 ) -> str:
-    """The name of the attention kernel for the log; `otherwise` is the one for whole sequences."""
+    """Return the name of the attention kernel for the log; `otherwise` is the kernel for whole sequences."""
     section = config.parallelism
     if section.context_parallel_degree == 1 or section.context_parallel_rotate_method == "ulysses":
         return otherwise
@@ -173,7 +173,7 @@ def attention_words(
 
 
 def slices_line(plan: ContextParallel, length: int) -> str:
-    """The log's line about the slices of each rank."""
+    """Return the log line about the slices of each rank."""
     ranks = range(plan.slices.ranks)
     shown = [*ranks] if len(ranks) <= 8 else [*ranks[:3], ranks[-1]]
     words = [f"cp {rank} has {' and '.join(map(str, plan.slices.of(rank)))}" for rank in shown]

@@ -1,17 +1,17 @@
-"""Attention of queries that stay where they are over keys and values that travel.
+"""Attention in which queries stay on their rank, and keys and values are sent to the queries.
 
     rank 0   own keys     keys of 3    keys of 1    keys of 2      each block is computed while the next one is on its
     rank 1   own keys     keys of 0    keys of 2    keys of 3      way, sent straight to each rank that needs it
     rank 2   ...                                                   (`comm.transfers`)
 
-`ring` sends a rank only the slices that it will use, point to point, with two blocks in memory at a time; `allgather`
-gathers all of them first. Either way the softmax is put together from the parts (`models.partial_attention`).
+`ring` sends a rank only the slices that it needs, point to point, with two blocks in memory at a time; `allgather`
+gathers all slices first. Either way, the softmax is merged from partial results (`models.partial_attention`).
 
-Backward does not keep what came from others: keys and values travel again. A rank computes what its queries add to the
-gradients of a block and sends it back to the block's owner, which adds up in float32.
+Received blocks are not kept for backward: keys and values are sent again. A rank computes what its queries add to the
+gradients of a block and sends that to the block's owner, which sums in float32.
 
-Forward and backward are one custom op each, in eager code and compiled: activation checkpointing by operation sees
-attention, not its parts, and a compiled graph keeps it whole.
+Forward and backward are one custom op each, in eager and in compiled code: activation checkpointing by operation sees
+attention as one operation, and a compiled graph keeps it whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AXIS = "cp"
 
 
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None) -> Tensor:
-    """(B, S / cp, H, D): what this rank's queries see of the whole sequence."""
+    """Return (B, S / cp, H, D): the attention of this rank's queries over the whole sequence."""
     options = (mask.table, mask.documents, mask.cap, mask.window, mask.each, mask.kernel)
     out, _ = shared_attention_op(q, k, v, sink, *options)
     return out
@@ -48,17 +48,17 @@ class PairMask(NamedTuple):
     cap: float | None
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """(B or 1, 1, length, length) of bool for two slices, by their numbers in the sequence."""
+        """Return (B or 1, 1, length, length) of bool for two slices, given by their numbers in the sequence."""
         places = torch.arange(self.length, device=device)
         first, second = (number * self.length + places for number in (queries, keys))
         return allowed_pairs(first, second, self.window, self.documents)
 
 
-# Blocks: slices of keys and values as they travel, (slices, numbers of keys and then of values of a slice)
+# Blocks: slices of keys and values in the form in which they are sent: (slices, keys and then values of a slice)
 
 
 class Widths(NamedTuple):
-    """The sizes of keys and values that a block does not show."""
+    """The sizes of keys and values that the shape of a block does not show."""
 
     batch: int
     heads: int
@@ -71,12 +71,12 @@ def widths(k: Tensor, v: Tensor) -> Widths:
 
 
 def pack(k: Tensor, v: Tensor, each: int) -> Tensor:
-    """This rank's keys and values (B, T, KV, D) as a block: any of its slices is one piece of memory."""
+    """Pack this rank's keys and values (B, T, KV, D) into a block in which every slice is contiguous."""
     return torch.cat([x.unflatten(1, (each, -1)).movedim(1, 0).flatten(1) for x in (k, v)], dim=1)
 
 
 def together(block: Tensor, of: Widths) -> tuple[Tensor, Tensor]:
-    """Keys and values (B, tokens, KV, D) of the slices of a block; copies where they are several."""
+    """Return keys and values (B, tokens, KV, D) of the slices of a block; copies if there are several slices."""
     parts = block.split([block.shape[1] * part // (of.k + of.v) for part in (of.k, of.v)], dim=1)
     k, v = (
         part.unflatten(1, (of.batch, -1, of.heads, width)).movedim(0, 1).flatten(1, 2)
@@ -86,7 +86,7 @@ def together(block: Tensor, of: Widths) -> tuple[Tensor, Tensor]:
 
 
 class OwnQueries:
-    """One rank's queries, and what they see of blocks that arrive one after the other."""
+    """One rank's queries, and the blocks of keys and values that arrive one after the other."""
 
     def __init__(self, q: Tensor, of: Widths, plan: AttentionPlan, seen: PairMask) -> None:
         self.q, self.widths, self.plan, self.seen = q.transpose(1, 2), of, plan, seen  # (B, H, T, D)
@@ -95,7 +95,7 @@ class OwnQueries:
     def parts(
         self, calls: Sequence[Call], source: int, span: range, block: Tensor
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor, tuple[bool, Tensor | None]]]:
-        """For each call: the rows of the queries, the slices in the block, keys, values, and the kernel's mask."""
+        """Yield for each call the rows of the queries, the slices in the block, keys, values, and the kernel's mask."""
         length = self.plan.length
         for call in calls:
             rows = slice(call.queries.start * length, call.queries.stop * length)
@@ -104,7 +104,7 @@ class OwnQueries:
             yield rows, among, k.transpose(1, 2), v.transpose(1, 2), self._mask(call, source)
 
     def _mask(self, call: Call, source: int) -> tuple[bool, Tensor | None]:
-        """(causal, allowed)."""
+        """Return (causal, allowed)."""
         if call.kind != MASKED:
             return call.kind == CAUSAL, None
         mine, theirs = self.plan.slices.of(self.plan.rank), self.plan.slices.of(source)
@@ -131,7 +131,7 @@ class Attending(OwnQueries):
             self.begun = True
 
     def result(self, dtype: torch.dtype, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(B, T, H, D) and (B, H, T); a sink comes last, once for all parts."""
+        """Return output (B, T, H, D) and lse (B, H, T); a sink is added last, once for all parts."""
         out, lse = (self.out, self.lse) if sink is None else add_sink(self.out, self.lse, sink)
         return out.transpose(1, 2).to(dtype).contiguous(), lse
 
@@ -156,11 +156,11 @@ class Differentiating(OwnQueries):
         return added
 
 
-# How blocks travel
+# Sending blocks
 
 
 class BlockRing:
-    """Brings the blocks of the other ranks, one at a time, and sends gradients back to the owners of the blocks."""
+    """Receives the other ranks' blocks, one at a time, and sends gradients back to the owners of the blocks."""
 
     def __init__(self, block: Tensor, plan: AttentionPlan, backward: bool) -> None:
         self.block, self.plan = block, plan
@@ -171,7 +171,7 @@ class BlockRing:
         self.returning: list[tuple[range, Tensor, Transfer]] = []
 
     def blocks(self) -> Iterator[tuple[int, range | None, Tensor]]:
-        """(owner, which of its slices, the block), own ones first; None in place of slices that are not needed."""
+        """Yield (owner, which of its slices, the block), own block first; None for slices that are not needed."""
         started = map(self._start, distances(self.plan.slices.ranks))
         coming = next(started, None)
         yield self.plan.rank, range(self.plan.slices.each), self.block
@@ -192,14 +192,14 @@ class BlockRing:
     def give_back(self, source: int, added: Tensor | None, own: Tensor) -> None:
         """Send the owner of a block what this rank adds to its gradients, and receive what another rank adds to `own`.
 
-        It is called also where there is nothing to send: ranks keep in step, or transfers would wait for each other in
-        a circle.
+        Call this even if there is nothing to send: ranks must stay in step, or transfers would wait for each other in
+        a cycle.
         """
         distance = (self.plan.rank - source) % self.plan.slices.ranks
         span = self.plan.given[self._at(distance)]
         into = self._empty(span)
         transfer = self.exchange.swap(None if added is None else added.to(self.block.dtype), into, -distance)
-        self._add_up(own)  # what arrived in the step before, while this one travels
+        self._add_up(own)  # add what arrived in the previous step while this transfer runs
         if span is not None and into is not None:
             self.returning.append((span, into, transfer))
 
@@ -230,7 +230,7 @@ def ring(attending: Attending, block: Tensor, plan: AttentionPlan) -> None:
 
 
 def ring_backward(differentiating: Differentiating, block: Tensor, plan: AttentionPlan) -> Tensor:
-    """Own keys are computed first, while others' keys travel, and last, while gradients travel."""
+    """Compute own keys first, while others' keys arrive, and last, while gradients are sent."""
     travelling = BlockRing(block, plan, backward=True)
     (first, last), blocks = plan.own_in_two(), travelling.blocks()
     _, whole, _ = next(blocks)
@@ -255,7 +255,7 @@ def allgather(attending: Attending, block: Tensor, plan: AttentionPlan) -> None:
 
 
 def allgather_backward(differentiating: Differentiating, block: Tensor, plan: AttentionPlan) -> Tensor:
-    """Each rank's summand of a block's gradients goes to the owner: a sum on the way would round every time."""
+    """Send each rank's summand of a block's gradients to the owner: summing on the way would round every time."""
     blocks = _gathered(block, plan)
     added = torch.empty_like(blocks)
     for source in range(plan.slices.ranks):
@@ -321,7 +321,7 @@ def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
 
 
 def _announce(backward: bool, q: Tensor, k: Tensor, v: Tensor, window: int, each: int, method: str) -> None:
-    """Report to a dry run what the op would send: without values nothing is sent."""
+    """Report to a dry run what the op would send: with fake tensors, nothing is sent."""
     if not isinstance(q.shape[1], int):
         return  # a compiler's symbol
     plan, _ = _prepared(q, None, None, None, window, each)

@@ -1,10 +1,10 @@
-"""Heads for sequence: before attention every rank trades its tokens of all heads for all tokens of its heads.
+"""Ulysses attention: before attention, every rank exchanges its tokens of all heads for all tokens of its heads.
 
     before   rank 0: tokens 1st half, heads 0..7      attention: all tokens, heads 0..3      after: as before
              rank 1: tokens 2nd half, heads 0..7                 all tokens, heads 4..7
 
-Any kernel and any mask can be used, since a rank sees whole sequences. Ranks must divide the heads; if there are fewer
-KV heads than ranks, a KV head goes to every rank whose queries read it.
+Any kernel and any mask can be used, since a rank sees whole sequences. The number of ranks must divide the heads; if
+there are fewer KV heads than ranks, a KV head goes to every rank whose queries read it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ AXIS = "cp"
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None) -> Tensor:
-    """(B, S / cp, H, D): what this rank's queries see of the whole sequence."""
+    """Return (B, S / cp, H, D): the attention of this rank's queries over the whole sequence."""
     axis = collectives.axis(AXIS)
     ranks = axis.size
     if k.shape[2] < ranks:
         k, v = (tensor.repeat_interleave(ranks // k.shape[2], dim=2) for tensor in (k, v))
     q, k, v = (_to_heads(tensor, ranks) for tensor in (q, k, v))
     own = None if sink is None else sink.chunk(ranks)[axis.rank]
-    whole = mask._replace(shared=None, factors=None)  # queries have been multiplied
+    whole = mask._replace(shared=None, factors=None)  # queries are already scaled
     return _to_tokens(attention(q, k, v, whole, own), ranks)
 
 

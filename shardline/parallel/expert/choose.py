@@ -59,7 +59,7 @@ def choose_carrier(config: Config, arch: Architecture, mesh: Mesh, dtype: torch.
         symmetric_memory.space(AXIS, device).keep(())
     how = {"all_to_all": "all-to-all", "symmetric": "kernels over shared memory"}
     several = ", ".join(f"{1e3 * times[name]:.2f} ms by {how[name]}" for name in sorted(times, key=lambda n: times[n]))
-    measured = f", there and back in {several}" if len(times) > 1 else ""
+    measured = f"; a round trip takes {several}" if len(times) > 1 else ""
     return f"Experts: rows are sent by {how[fastest]}{measured}"
 
 
@@ -101,7 +101,7 @@ class Trip:
                 found = self.run(carrier)
                 wanted = [wanted[0] * sign, wanted[1], wanted[2] * sign, wanted[3]]
                 if not all(torch.equal(one, another) for one, another in zip(found, wanted, strict=True)):
-                    raise RuntimeError("received rows differ from the rows that were sent")
+                    raise RuntimeError("received rows differ from those sent")
 
         reason = symmetric_memory.agreed_reason(attempt)
         if reason is not None:

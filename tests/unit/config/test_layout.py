@@ -179,9 +179,7 @@ def test_ranks_that_share_a_gpu_are_reported(monkeypatch, device, gpus, lines):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     found = sharing_lines(torch.device(device))
     assert len(found) == lines
-    assert all(
-        line.startswith("8 ranks of this machine share 1 GPU: gloo carries what they exchange") for line in found
-    )
+    assert all(line.startswith("8 ranks of this machine share 1 GPU: they communicate by gloo") for line in found)
 
 
 # ---- rows of a micro-batch -------------------------------------------------------------------------------------------

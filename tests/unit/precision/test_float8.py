@@ -205,7 +205,7 @@ def test_a_device_without_float8_wants_emulation():
 
 
 def test_the_number_of_tokens_must_suit_the_kernels():
-    with pytest.raises(ConfigError, match="multiplies 24 tokens at a time, which is no multiple of 16"):
+    with pytest.raises(ConfigError, match="multiplies 24 tokens at a time, which is not a multiple of 16"):
         check_rows(load_config(overrides={"model.converters": [LINEAR]}), 24)
 
 
