@@ -1,7 +1,7 @@
 """Chunks: a source cut into pieces of about a megabyte, always at the same places.
 
 A chunk is sent to a worker process, which turns it into documents. Preparing can stop after any chunk and continue with
-the next one later. `opens` says whether a chunk's first document begins in it, `closes` whether its last ends there.
+the next one later. `opens` and `closes` say whether its first document begins in it and its last one ends in it.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Rows:
 def fit_lengths(
     records: Piece, longest: int, excess: str, shortest: int | None, splits: np.ndarray, report: LengthReport
 ) -> Piece:
-    """Drop, cut or split records that are too long, and drop those that are too short; `splits` (N,): may be split."""
+    """Drop, cut or, where `splits` (N,) allows it, split records that are too long; drop those that are too short."""
     starts, lengths, sources = records.starts, records.lengths, records.sources
     report.records = len(starts)
     long = lengths > longest

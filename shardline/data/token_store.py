@@ -75,7 +75,7 @@ class StoreManifest(Section):
 
 
 class Numbers:
-    """Numbers in a memory-mapped file, or without `recorded` perhaps in no file; then nothing is verified."""
+    """Numbers in a memory-mapped file. Without `recorded` nothing is verified, and there may be no file."""
 
     def __init__(self, array: np.ndarray, file: Path = Path("memory"), recorded: Record | None = None) -> None:
         self.array, self.file, self.recorded = array, file, recorded

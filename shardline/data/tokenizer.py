@@ -326,8 +326,8 @@ def check_vocabulary(tokenizer: Tokenizer, arch: Any) -> None:
     """Refuse a model that has fewer rows than the tokenizer has ids."""
     if tokenizer.vocab_size > arch.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, but the model {arch.vocab_size} rows:"
-            f" set --model.overrides.vocab_size={tokenizer.vocab_size} (or more), or use another tokenizer"
+            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, but the model has {arch.vocab_size}"
+            f" rows: set --model.overrides.vocab_size={tokenizer.vocab_size} (or more), or use another tokenizer"
         )
 
 
