@@ -113,7 +113,7 @@ class Loader:
     def seek(self, position: int) -> None:
         """Continue at this global sample, as if everything before it had been read."""
         if position < 0:
-            raise ValueError(f"position must be a number of samples, got {position}")
+            raise ValueError(f"position must not be negative, got {position}")
         self.position = position
         self._stream = None
 

@@ -49,7 +49,7 @@ class Encoded:
     """A tokenized chunk: ids, where documents end in them, and how many documents were empty and left out.
 
     `trained` says of each token whether it is trained; None where all are. `seams` are hashes of the tokens around the
-    beginning and the end of a piece of a large document, which must equal those of the neighboring pieces.
+    beginning and the end of a piece of a large document, which should equal those of the neighboring pieces.
     """
 
     tokens: np.ndarray
