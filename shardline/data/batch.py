@@ -18,13 +18,13 @@ class Batch:
     tokens: torch.Tensor  # (B, S) int64
     labels: torch.Tensor  # (B, S) int64, IGNORE where there is no target
     documents: torch.Tensor | None  # (B, S) int32
-    sample_ids: torch.Tensor  # (B,) int64, the global sample numbers, -1 for padding; (B / 2,) of pairs of rows
+    sample_ids: torch.Tensor  # (B,) int64, the global sample numbers, -1 for padding; (B / 2,) for pairs of rows
     noise: torch.Tensor | None = None  # (B, S) int64, keys of noise on the embeddings; the step sets them
 
     def to(self, device: torch.device) -> Batch:
         """Move all but `documents`: on the CPU their boundaries are found without waiting for the device.
 
-        To a GPU a copy from page-locked memory does not wait for the step that is under way there.
+        A copy from page-locked memory to a GPU does not wait for the step that runs there.
         """
         locked = self.pin_memory() if device.type == "cuda" and not self.tokens.is_pinned() else self
         moved = locked._each(lambda tensor: tensor.to(device, non_blocking=True))

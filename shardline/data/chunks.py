@@ -1,7 +1,7 @@
 """Chunks: a source cut into pieces of about a megabyte, always at the same places.
 
-A chunk is sent to a worker process, which turns it into documents. Preparing can stop after any chunk and continue
-with the next one later. `opens` and `closes` say whether a chunk's first document begins in it, and its last one ends.
+A chunk is sent to a worker process, which turns it into documents. Preparing can stop after any chunk and continue with
+the next one later. `opens` and `closes` say whether its first document begins in it and its last one ends in it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from shardline.errors import UserError
 from shardline.json_text import parse_json
 
 CHUNK_BYTES = 2**20
-CONTEXT_BYTES = 2**13  # of text on each side of a piece of a large file: what decides its first and last tokens
+CONTEXT_BYTES = 2**13  # of text on each side of a piece of a large file: context for its first and last tokens
 BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`documents` reads the documents of a chunk from what it carries, and travels to a worker process with it.
+    """A piece of a source. It is sent to a worker process, where `documents` returns its documents.
 
-    They are texts, or, of a source with a format, records with the place where each is. A chunk that does not open or
-    close its only document has a `Window` of it.
+    They are texts or, in a source with a format, records with their places. A chunk that does not open or close its
+    only document has a `Window` of it.
     """
 
     documents: Callable[[], list[Any]]
@@ -57,7 +57,7 @@ def file_chunks(file: Path, field: str) -> Iterator[Chunk]:
 
 @contextlib.contextmanager
 def reading(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """The file's content, unzipped, and a function that gives the bytes of the file read since its last call."""
+    """Open a file, unzipped, with a function that returns how many of its bytes were read since the last call."""
     with file.open("rb") as raw:
         before = 0
 
@@ -130,7 +130,7 @@ def _passage(file: str, text: bytes, begin: int, cut: int, whole: bool) -> list[
 
 
 def _documents_of_lines(file: str, first: int, lines: bytes, field: str) -> list[str]:
-    """Whole lines of a JSONL file; `first` is the number of the first one, counted from 1."""
+    """The texts in whole lines of a JSONL file; `first` is the number of the first line, counted from 1."""
     rows = enumerate(lines.split(b"\n"), start=first)
     return [_text_of_line(file, number, line, field) for number, line in rows if line.strip()]
 
@@ -184,7 +184,7 @@ def _parquet_chunks(file: Path, field: str) -> Iterator[Chunk]:
 
 
 def chunks_of_texts(texts: Iterable[str], cost: float | None = None) -> Iterator[Chunk]:
-    """Groups of about CHUNK_BYTES; each text adds `cost`, or else its length, to the size of its chunk."""
+    """Chunks of about CHUNK_BYTES of text; each text adds `cost`, or else its length, to the size of its chunk."""
     group: list[str] = []
     length = 0
     for text in texts:

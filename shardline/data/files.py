@@ -44,7 +44,7 @@ def find_files(path: str, split: str) -> list[Path]:
 
 
 def file_mark(file: Path) -> tuple[str, int, int]:
-    """What a file is known by: its path, size and date; of a file of the Hub its place there, which does not change."""
+    """What identifies a file: its path, size and date; for a file of the Hub its place there, which never changes."""
     known = place_on_hub(file)
     stat = file.stat()
     return (known, stat.st_size, 0) if known else (str(file.resolve()), stat.st_size, stat.st_mtime_ns)
@@ -70,17 +70,17 @@ def _expand(item: str, split: str) -> list[Path]:
 
 
 def readable_files(folder: Path) -> list[Path]:
-    """The files below a folder that can be read; the card of a dataset is none of its texts."""
+    """The files below a folder that can be read; a dataset's card is not among them."""
     files = [file for file in _all_files(folder) if file_kind(file)]
     is_dataset = any(file_kind(file) not in TEXT_FILES or place_on_hub(file) for file in files)
     return [file for file in files if file.name != CARD or not is_dataset]
 
 
 def leave_to_datasets(folder: Path) -> None:
-    """Raise where the package `datasets` cannot read a folder without readable files either."""
+    """Raise an error for a folder without readable files that the package `datasets` cannot read either."""
     if _all_files(folder) and importlib.util.find_spec("datasets") is not None:
         return
-    more = "; pip install 'shardline[datasets]' reads more kinds" if _all_files(folder) else ""
+    more = "; pip install 'shardline[datasets]' to read more kinds" if _all_files(folder) else ""
     raise UserError(_without_data(folder) + more)
 
 
@@ -115,7 +115,7 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
 
 
 def _split_of(file: Path) -> str | None:
-    """The split in a data file's name or folder; text files, of one document each, have none."""
+    """The split in a data file's name or folder; text files, which are one document each, have none."""
     if file_kind(file) in TEXT_FILES:
         return None
     words = re.split(r"[-_./\s]+", str(file).lower())

@@ -61,7 +61,7 @@ class Samples(Dataset[Batch]):
 
 
 class InWorker(Dataset[Batch | UserError]):
-    """`Samples` in a worker process, where torch would wrap an error in a traceback: it is returned as a value."""
+    """`Samples` in a worker process; errors are returned as values, because torch would wrap them in a traceback."""
 
     def __init__(self, samples: Samples | RecordSamples) -> None:
         self.samples = samples
@@ -86,7 +86,7 @@ class MicroBatchSampler(Sampler[Item]):
 class Loader:
     """Batches of one rank. The whole state is `position`: global samples consumed so far.
 
-    `step_tokens` are those of the last step on all ranks; padding does not count.
+    `step_tokens` is the number of tokens in the last step on all ranks, without padding.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Loader:
     def seek(self, position: int) -> None:
         """Continue at this global sample, as if everything before it had been read."""
         if position < 0:
-            raise ValueError(f"a position counts samples, got {position}")
+            raise ValueError(f"position must not be negative, got {position}")
         self.position = position
         self._stream = None
 
     def take(self, share: tuple[int, int] | None) -> None:
-        """From the next step on, read only these micro-batches of a step: the place-th of so many; None: no one."""
+        """From the next step on, read only this share (place, count) of a step's micro-batches; None reads none."""
         if share != self._share:
             self._share, self._stream = share, None
 
@@ -144,7 +144,7 @@ class Loader:
         """Every sample once, in the order of the store, divided among the ranks; at most `limit` batches per rank.
 
         All ranks get the same number of batches: rows past the end are padding without targets.
-        `position` is kept; the next `step` starts reading ahead anew.
+        `position` does not change; the next `step` starts reading ahead again.
         """
         self._stream = None
         batches = self._start(self._once(limit))
@@ -180,7 +180,7 @@ class Loader:
             position += steps * size
 
     def _shared(self, of_step: Sequence[Any]) -> Sequence[Any]:
-        """Those of a step's micro-batches that are read here."""
+        """The micro-batches of a step that this loader reads."""
         return of_step[:0] if self._share is None else of_step[self._share[0] :: self._share[1]]
 
     def _once(self, limit: int | None) -> Iterator[Item]:
@@ -195,7 +195,7 @@ class Loader:
 
 
 def fitted(arch: Architecture, config: Any, tokenizer: Tokenizer | None = None) -> Architecture:
-    """The architecture with what the data asks for: documents kept apart, and rows for tokens that were added."""
+    """The architecture with what the data needs: documents that are kept apart, and rows for added tokens."""
     changes: dict[str, Any] = {}
     packed = config.data.packing == "first_fit" and config.training.objective == "next_token"
     if config.data.sources and packed:

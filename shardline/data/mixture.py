@@ -1,13 +1,13 @@
-"""Which row comes next: all rows of all sources once an epoch, or sources by their shares. A pure function of the seed.
+"""Chooses the next row, as a pure function of the seed: every row once per epoch, or sources by their shares.
 
-By shares, sample number k of a source with share w stands at the time (k + u) / w, where u comes from the seed; the
-samples of all sources, sorted by time, are the stream:
+With shares, sample number k of a source with share w has the time (k + u) / w, where u comes from the seed. The samples
+of all sources, sorted by time, are the stream:
 
     shares 2/3 and 1/3       A  B  A     A  B  A     A  B  A
     time                     0.7 1.4 2.2   3.7 ...
 
-The source of sample n is therefore computed from n alone, without walking there: about n samples stand before time n.
-After any number of samples, each source has had its share of them but for a few samples.
+The source of sample n is therefore computed from n alone, without the samples before it: about n of them come before
+time n. After any number of samples, each source has provided its share of them to within a few samples.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SHIFT = 3  # purpose of the key that gives u, beside those of order.py and packi
 
 
 def shares_of(weights: Sequence[float], temperature: float) -> list[float]:
-    """Weights, each to the power 1 / temperature, as parts of 1."""
+    """Weights, each raised to the power 1 / temperature, divided by their sum."""
     raised = np.asarray(weights, dtype=np.float64) ** (1.0 / temperature)
     return [float(share) for share in raised / raised.sum()]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The endless stream over banks of rows, of `counts` rows each; rows are numbered through all banks.
+    """The endless stream over banks of rows, of `counts` rows each; rows are numbered across all banks.
 
-    Without `shares` the banks are one: an epoch reads every row once. With them, each bank has epochs of its own, and
-    an epoch of the run is as many samples as there are rows.
+    Without `shares` the banks act as one: an epoch reads every row once. With them, each bank has epochs of its own,
+    and an epoch of the run is as many samples as there are rows.
     """
 
     counts: tuple[int, ...]
@@ -91,7 +91,7 @@ class Mixture:
     def drawn(self, samples: int) -> np.ndarray:
         """How many of the first samples came from each bank."""
         assert self.shares is not None
-        last = min(samples, 4 * len(self.shares) + 8)  # the numbers of the last ones tell how many came before
+        last = min(samples, 4 * len(self.shares) + 8)  # only these are drawn: `_before` counts the rest
         counts = np.zeros(len(self.shares), np.int64)
         begin = max(0, samples - last)
         for bank, (share, shift) in enumerate(zip(self.shares, self._shifts(), strict=True)):
@@ -112,15 +112,15 @@ class Mixture:
 
 
 def _before(time: np.ndarray, share: float, shift: float) -> np.ndarray:
-    """How many samples k = 0, 1, ... of a source stand before a time: those with (k + shift) / share < time."""
+    """How many samples k = 0, 1, ... of a source come before a time: those with (k + shift) / share < time."""
     count = np.maximum(np.ceil(time * share - shift), 0).astype(np.int64)
-    count += (count + shift) / share < time  # what rounding did to the product
+    count += (count + shift) / share < time  # corrects the rounding of the product
     count -= (count > 0) & ((count - 1 + shift) / share >= time)
     return count
 
 
 def report_shares(names: Sequence[str], amounts: Sequence[float], what: str) -> None:
-    """One line: the part of each source in all."""
+    """Log each source's percentage of the total, in one line."""
     total = max(sum(amounts), 1)
     parts = [f"{name} {100 * amount / total:.1f}%" for name, amount in zip(names, amounts, strict=True)]
     say(f"{what}: {', '.join(parts)}")

@@ -2,7 +2,7 @@
 
     sample n  ->  epoch n // N, index n % N  ->  shuffled window w in [0, N)  ->  tokens [start, start + S]
 
-Nothing is stored: the shuffle of an epoch is a keyed permutation, computed only for the numbers it is needed for.
+Nothing is stored: the shuffle of an epoch is a keyed permutation, computed only for the numbers that are needed.
 A reader's state is therefore one integer, the number of samples consumed.
 """
 
@@ -74,7 +74,7 @@ class Order:
         if self.samples_per_epoch < 1:
             raise UserError(
                 f"the data holds {self.tokens} tokens, one sample needs {self.seq_len + 1} (seq_len + 1):"
-                " give more text or a smaller seq_len"
+                " use more text or a smaller seq_len"
             )
 
     @property
@@ -109,7 +109,7 @@ def micro_batches(step_start: int, global_batch: int, local_batch: int, rank: in
 
 
 def global_batch(section: Training, ranks: int) -> int:
-    """The sequences of one step of this many data ranks."""
+    """The number of sequences in one step of this many data ranks."""
     if section.gradient_accumulation_steps is not None:
         return section.local_batch_size * section.gradient_accumulation_steps * ranks
     return resolve_global_batch(section.global_batch_size, section.local_batch_size, ranks)

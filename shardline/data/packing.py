@@ -1,11 +1,11 @@
 """Rows of `seq_len` tokens made of records: one record each, or as many as fit.
 
 A row is a list of pieces of the store, each with its first token and its length. Records are taken in a random order,
-in groups; of a group the longest comes first, and each goes into the fullest row that still has room for it:
+in groups; in a group the longest comes first, and each goes into the fullest row that still has room for it:
 
     records   8 7 5 4 3 3 2        rows of 10   | 8 2 | 7 3 | 5 4 | 3 |
 
-Nothing is drawn anew: the rows depend on lengths and seed alone, and every rank computes the same ones.
+There is no other state: the rows depend on lengths and seed alone, and every rank computes the same ones.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Rows:
 def fit_lengths(
     records: Piece, longest: int, excess: str, shortest: int | None, splits: np.ndarray, report: LengthReport
 ) -> Piece:
-    """Drop, cut or split records that are too long, and drop those that are too short; `splits` (N,) may be split."""
+    """Drop, cut or, where `splits` (N,) allows it, split records that are too long; drop those that are too short."""
     starts, lengths, sources = records.starts, records.lengths, records.sources
     report.records = len(starts)
     long = lengths > longest
@@ -119,7 +119,7 @@ def fit_lengths(
 
 
 def fit_pairs(records: Piece, longest: int, excess: str, shortest: int | None, report: LengthReport) -> Piece:
-    """The same for pairs, of which pieces 2i and 2i + 1 are kept or dropped together."""
+    """`fit_lengths` for pairs: pieces 2i and 2i + 1 are kept or dropped together."""
     report.records = len(records.starts) // 2
     both = records.lengths.reshape(-1, 2)
     long = both.max(axis=1) > longest
@@ -141,13 +141,13 @@ def too_long(count: int, longest: int, length: int) -> UserError:
 
 
 def one_each(records: Piece, seq_len: int, report: LengthReport) -> Rows:
-    """Every record is a row."""
+    """Make each record a row."""
     offsets = np.arange(len(records.starts) + 1)
     return Rows(seq_len, offsets, records.starts, records.lengths, records.sources, report)
 
 
 def pack(records: Piece, seq_len: int, seed: int, report: LengthReport) -> Rows:
-    """Rows of as many records as fit."""
+    """Fill each row with as many records as fit."""
     count = len(records.starts)
     keys = np.repeat(key(seed, np.zeros(1, np.int64), ORDER_OF_PACKING), count)
     order = np.argsort(permute(np.arange(count), count, keys), kind="stable") if count else np.arange(0)

@@ -1,4 +1,4 @@
-"""Tokenize a source once into a token store: in parallel and resumable; an unfinished store is never taken for one.
+"""Tokenize a source once into a token store, in parallel and resumably; an unfinished store never passes as finished.
 
 Each finished part leaves a note (part-00003.json) with its checksums and the number of chunks read so far. An
 interrupted run continues after the last finished part that is still as it was written. `store.json` is written last
@@ -62,9 +62,9 @@ def prepare(
     overwrite: bool = False,
     part_tokens: int = PART_TOKENS,
 ) -> TokenStore:
-    """Tokenize `source` into the folder `out`; continues an interrupted call, and returns a store that is finished.
+    """Tokenize `source` into the folder `out`: continue an interrupted call, or return the store if it is finished.
 
-    A tokenizer makes documents of texts; an encoder makes of records what their format says.
+    A tokenizer turns texts into documents; an encoder turns records into what their format says.
     """
     out = Path(out)
     encoder: Encoder = tokenizer if isinstance(tokenizer, RecordEncoder) else TextEncoder(tokenizer)
@@ -109,7 +109,7 @@ def command(
     done_before = _done(Path(out), _job(texts, chosen)) and not overwrite
     store = prepare(texts, chosen, out, workers=workers, overwrite=overwrite)
     if done_before:
-        print("already prepared; --overwrite would prepare it again")
+        print("already prepared; use --overwrite to prepare it again")
     print(f"{out}: {store.documents:,} documents, {store.tokens:,} tokens ({store.dtype.name})")
     print(f"train on it with --training.dataset_path={out} --model.tokenizer_path={tokenizer}")
     return 0
@@ -182,7 +182,7 @@ def _check_tokenizer(store: TokenStore, path: str, tokenizer: Tokenizer) -> Toke
         made_with = store.manifest["tokenizer"]["name"]
         raise UserError(
             f"the token store {path!r} was prepared with the tokenizer {made_with!r}, not with {tokenizer.name!r}:"
-            f" give --model.tokenizer_path={made_with}, or prepare it again with this one"
+            f" set --model.tokenizer_path={made_with}, or prepare it again with this one"
         )
     return store
 
@@ -222,7 +222,7 @@ def _compared(results: Iterator[Encoded], name: str) -> Iterator[Encoded]:
                 said = True
                 say(
                     f"note: {name}: with this tokenizer, tokens depend on text that is more than"
-                    f" {sized(CONTEXT_BYTES)} away; where a large text was cut they may not be those of the whole"
+                    f" {sized(CONTEXT_BYTES)} away; where a large text was cut they may differ from those of the whole"
                 )
             before = result.seams[1]
             yield result
@@ -312,7 +312,7 @@ def _begun(out: Path) -> tuple[dict[str, Any], int] | None:
 
 
 def _done(out: Path, job: dict[str, Any]) -> bool:
-    """Whether a finished store is there that this job has not begun to replace."""
+    """Whether the folder has a finished store that this job has not begun to replace."""
     if not is_store(out):
         return False
     begun = _begun(out)
@@ -324,8 +324,8 @@ def _start(out: Path, job: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
     begun = _begun(out)
     if begun is None:
         if (out / "prepare.json").exists():
-            say(f"{out / 'prepare.json'} is damaged or of an older version: preparing starts anew")
-        _remove_ours(out, _kept(out))  # no note is believed that the job of another source may have left
+            say(f"{out / 'prepare.json'} is damaged or of an older version: preparing starts over")
+        _remove_ours(out, _kept(out))  # notes may come from the job of another source: none is trusted
         first = 1 + max(map(_part_number, out.glob("part-*")), default=-1)
         _write_json(out / "prepare.json", job | {"first_part": first})
         return first, []
@@ -338,7 +338,7 @@ def _start(out: Path, job: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         note = _read_note(file)
         expected = f"part-{first + len(notes):05d}"
         if file.stem == expected and (problem := _problem(file, note, job)):
-            say(f"{problem}: that part is made again, and those after it")
+            say(f"{problem}: this part and those after it are prepared again")
         elif file.stem == expected and note is not None:
             notes.append(note)
             continue
@@ -353,7 +353,7 @@ def _part_number(file: Path) -> int:
 
 
 def _problem(file: Path, note: dict[str, Any] | None, job: dict[str, Any]) -> str:
-    """What is wrong with a part that a note calls finished: the note, or a file that is not what was written."""
+    """What is wrong with a part that its note calls finished: a damaged note, or a file that has changed since."""
     if note is None:
         return f"{file} is damaged"
     fields = {key: note[key] for key in StorePart.model_fields}
@@ -393,11 +393,11 @@ def _finished(out: Path, job: dict[str, Any]) -> TokenStore:
 def _check_folder(out: Path) -> None:
     """Refuse a folder that holds files of other kinds."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"{str(out)!r} is a file; give a folder for the token store")
+        raise UserError(f"{str(out)!r} is a file; choose a folder for the token store")
     foreign = [entry.name for entry in out.iterdir() if not OURS.fullmatch(entry.name)] if out.exists() else []
     if foreign:
         raise UserError(
-            f"{str(out)!r} holds other files ({sorted(foreign)[0]!r}); give a new folder for the token store"
+            f"{str(out)!r} holds other files ({sorted(foreign)[0]!r}); choose a new folder for the token store"
         )
 
 

@@ -33,7 +33,7 @@ Section = Literal["training", "validation"]
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """A source in tokens. `pairs`: documents 2i and 2i + 1 are the better and the worse answer of record i."""
+    """A tokenized source. `pairs`: documents 2i and 2i + 1 are the better and the worse answer of record i."""
 
     name: str
     store: TokenStore
@@ -79,7 +79,7 @@ class RecordStore:
         self.source_fingerprint = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:32]
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and whether they are trained."""
+        """Tokens, and whether each is trained."""
         place = int(np.searchsorted(self.firsts, start, side="right")) - 1
         begin = start - int(self.firsts[place])
         return self.stores[place].read(begin, count), self.stores[place].trained(begin, count)
@@ -116,7 +116,7 @@ def build_record_samples(config: Any, section: Section, tokenizer: Tokenizer, *,
         counts = tuple(len(bank) // (2 if pairs else 1) for bank in banks)
         order = Mixture(counts, config.debug.seed or 0, data.shuffle, shares)
     keys = ["mixture", "temperature", "packing", "excess_length", "min_length", "shuffle", "held_out"]
-    keys += ["deduplicate"] if data.deduplicate else []  # runs from before there was the key can be resumed
+    keys += ["deduplicate"] if data.deduplicate else []  # so runs from before this key can be resumed
     mark = repr([(name, getattr(data, name)) for name in keys] + [source.weight for source in sources])
     names = [source.name for source in sources]
     samples = RecordSamples(RecordStore(sources, mark), join_rows(banks), order, tokenizer, names, pairs)
@@ -126,17 +126,17 @@ def build_record_samples(config: Any, section: Section, tokenizer: Tokenizer, *,
 
 
 def _check_kinds(sources: Sequence[PreparedSource], pairs: bool) -> None:
-    """Refuse pairs where one answer is trained, and single answers where two are compared."""
+    """Refuse pairs of answers unless the objective compares two, and single answers if it does."""
     for source in sources:
         if source.pairs and not pairs:
             raise UserError(
                 f"data.sources: {source.name!r} holds pairs of answers, which training.objective = 'dpo' compares: set"
-                " that, or give records with one answer"
+                " that, or use records with one answer"
             )
         if pairs and not source.pairs:
             raise UserError(
                 f"data.sources: {source.name!r} holds single answers, and training.objective = 'dpo' compares two:"
-                " give a type with pairs, such as 'chat_template.default', or set the objective to 'next_token'"
+                " use a type with pairs, such as 'chat_template.default', or set the objective to 'next_token'"
             )
 
 
@@ -163,7 +163,7 @@ def _records(sources: Sequence[PreparedSource], config: Any, section: Section) -
 
 
 def _first_of_each(sources: Sequence[PreparedSource], each: int) -> np.ndarray:
-    """Whether each record, of `each` documents, is the first one with its tokens and with the same of them trained."""
+    """Whether each record, of `each` documents, is the first with these tokens and this choice of trained ones."""
     seen: set[bytes] = set()
     first = []
     for source in sources:
@@ -185,7 +185,7 @@ def _section_mask(count: int, config: Any, section: Section) -> np.ndarray:
         return np.ones(count, bool)
     wanted = int(amount) if amount >= 1 else max(1, round(amount * count))
     if wanted >= count:
-        raise UserError(f"data.held_out = {amount:g} keeps {wanted} of {count} records: none is left to train on")
+        raise UserError(f"data.held_out = {amount:g} holds out {wanted} of {count} records: none is left to train on")
     held = permute(np.arange(count), count, np.repeat(key(0, np.zeros(1, np.int64), HELD_OUT), count)) < wanted
     return held if section == "validation" else ~held
 
@@ -196,12 +196,12 @@ def _weights(sources: Sequence[PreparedSource], banks: Sequence[Rows]) -> list[f
     weights = [weight for weight in given if weight is not None]
     if weights and len(weights) < len(given):
         place = given.index(None)
-        raise UserError(f"data.sources[{place}].weight is missing: give a weight to all sources or to none of them")
+        raise UserError(f"data.sources[{place}].weight is missing: set the weights of all sources or of none")
     return weights or [float(len(bank)) for bank in banks]
 
 
 def join_rows(banks: Sequence[Rows]) -> Rows:
-    """Banks of rows, one after the other."""
+    """Join banks of rows, one after the other."""
     firsts = np.cumsum([0, *(len(bank.starts) for bank in banks)])
     offsets = [bank.offsets[:-1] + first for bank, first in zip(banks, firsts[:-1], strict=True)]
     starts, lengths, sources = (
@@ -226,7 +226,7 @@ class RecordSamples(Dataset[Batch]):
     labels   the next token where it is trained and of the same record, else IGNORE
     documents 0 0 0 0 0 0 0  1 1 1 1 1 1  2 2 2 2 2
 
-    Of `pairs`, a batch of B samples has 2 B rows: 2 b is the better answer of sample b, 2 b + 1 the worse one.
+    With `pairs`, a batch of B samples has 2 B rows: row 2 b is the better answer of sample b, row 2 b + 1 the worse.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class RecordSamples(Dataset[Batch]):
         return int(self.rows.tokens_of(self._both(rows) if self.pairs else rows).sum())
 
     def report_expected(self, section: str) -> None:
-        """Log the part of each source in what will be read."""
+        """Log each source's share of what will be read."""
         if self.order.shares is not None:
             report_shares(self.names, self.order.shares, f"{section} data, shares of samples")
         else:
@@ -282,7 +282,7 @@ class RecordSamples(Dataset[Batch]):
             report_shares(self.names, tokens.tolist(), f"{section} data, shares of tokens")
 
     def report_read(self, samples: int) -> None:
-        """Log the part of each source in what was read so far."""
+        """Log each source's share of what was read so far."""
         if len(self.names) < 2 or samples < 1:
             return
         if self.order.shares is not None:

@@ -24,7 +24,7 @@ from shardline.json_text import parse_json, parse_one
 
 DEMO = "demo"  # a path: generated conversations
 Place = tuple[str, dict[str, Any]]  # where a record is, and the record
-Batches = Iterator[tuple[int, Callable[[], list[Place]], float]]  # number of records, what reads them, bytes
+Batches = Iterator[tuple[int, Callable[[], list[Place]], float]]  # number of records, a function that reads them, bytes
 
 _SLICE = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<from>-?\d+%?)?:(?P<to>-?\d+%?)?\])?")
 
@@ -66,7 +66,7 @@ def record_source(table: SourceTable) -> Source:
 
 
 def parse_split(text: str) -> tuple[str, str | None, str | None]:
-    """`train[:10%]` as its name, where it starts and where it stops."""
+    """Split `train[:10%]` into its name, its start and its stop."""
     found = _SLICE.fullmatch(text.strip())
     if found is None:
         raise UserError(f"split = {text!r}: expected a name, or a part of it such as 'train[:10%]' or 'train[100:200]'")

@@ -23,7 +23,7 @@ C4_NAMES = ("c4", "c4_test", "c4_validation")
 
 @dataclass(frozen=True)
 class Source:
-    """`chunks()` gives the same chunks each time; `size` is their total size in bytes or rows, None if unknown."""
+    """`chunks()` returns the same chunks each time; `size` is their total size in bytes or rows, None if unknown."""
 
     name: str
     fingerprint: str
@@ -45,8 +45,8 @@ def open_source(dataset: str, path: str | None, *, text_field: str = "text", spl
         return _local(path, text_field, split)
     if dataset in C4_NAMES:
         raise UserError(
-            f"dataset {dataset!r} needs a path: give the folder or files (JSONL, .gz too) as dataset_path, or the"
-            " Hub's copy as dataset 'allenai/c4:en'"
+            f"dataset {dataset!r} needs a path: set dataset_path to the folder or files (JSONL, .gz too), or dataset"
+            " to the Hub's copy, 'allenai/c4:en'"
         )
     if Path(dataset).exists():
         return _local(dataset, text_field, split)
@@ -54,8 +54,8 @@ def open_source(dataset: str, path: str | None, *, text_field: str = "text", spl
         return _hub(dataset, text_field, split)
     known = ["demo", *C4_NAMES, *registry.sources]
     raise UserError(
-        f"unknown dataset {dataset!r}{registry.nearest(dataset, known) or '.'} Known: {', '.join(known)}; or give"
-        " dataset_path (files, folder, glob), or a Hub dataset as 'owner/name'"
+        f"unknown dataset {dataset!r}{registry.nearest(dataset, known) or '.'} Known: {', '.join(known)}; or set"
+        " dataset_path (files, folder, glob), or name a Hub dataset as 'owner/name'"
     )
 
 
@@ -98,7 +98,7 @@ def _registered(name: str, path: str | None) -> Source:
 
 def _checked(name: str, text: Any) -> str:
     if not isinstance(text, str):
-        raise UserError(f"the data source {name!r} gave {type(text).__name__}, expected text")
+        raise UserError(f"the data source {name!r} yielded {type(text).__name__}, expected text")
     return text
 
 

@@ -5,7 +5,7 @@ FOLDER/part-00000.tokens   token ids, uint16 or uint32, little endian
 FOLDER/part-00000.ends     where documents end: int64, counted in tokens from the start of the part
 FOLDER/part-00000.trained  of records: one bit per token, the first in the highest bit of a byte; 1 where it is trained
 
-Every file has a checksum for each of its blocks, with which a process compares a block when it first reads from it.
+Every file has a checksum for each of its blocks. A process verifies a block when it first reads from it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StoreManifest(Section):
 
 
 class Numbers:
-    """Numbers in a file, mapped into memory; without a record nothing is compared, and they may have no file."""
+    """Numbers in a memory-mapped file. Without `recorded` nothing is verified, and there may be no file."""
 
     def __init__(self, array: np.ndarray, file: Path = Path("memory"), recorded: Record | None = None) -> None:
         self.array, self.file, self.recorded = array, file, recorded
@@ -83,7 +83,7 @@ class Numbers:
         self._unread = bytearray(b"\1") * (0 if recorded is None else len(recorded["crc32"]))  # by block: 1 or 0
 
     def read(self, begin: int, stop: int) -> np.ndarray:
-        """Numbers [begin, stop), whose blocks are compared with their checksums unless they were before."""
+        """Numbers [begin, stop); blocks that were not read before are compared with their checksums."""
         if self.recorded is not None:
             self._verify(self.recorded, begin * self.array.itemsize, stop * self.array.itemsize)
         return self.array[begin:stop]
@@ -124,7 +124,7 @@ class TokenStore:
         self.documents = sum(part.documents for part in parts)
         self.source_fingerprint = str(manifest.get("source", {}).get("fingerprint", ""))
         self.tokenizer_fingerprint = str(manifest.get("tokenizer", {}).get("fingerprint", ""))
-        self.verifies = True  # what is read; set before the first reading
+        self.verifies = True  # compare what is read with its checksums; set before the first read
         self._firsts = list(np.cumsum([0] + [part.tokens for part in parts])[:-1].tolist())
         self._columns: dict[int, Columns] = {}
 
@@ -251,7 +251,7 @@ class TokenStore:
         return self._columns[part]
 
     def files(self) -> Iterable[tuple[Path, Record]]:
-        """Every file beside the manifest, with its size and the checksums of its blocks."""
+        """Every file but the manifest, with its size and the checksums of its blocks."""
         for part in self.parts:
             yield from self._files_of(part)
 
@@ -311,7 +311,7 @@ def is_store(folder: str | Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of store.json, whose checksum and types are right."""
+    """The content of store.json, after a check of its checksum and types."""
     file = folder / "store.json"
     try:
         manifest = parse_json(file.read_bytes())
@@ -345,5 +345,5 @@ def _mapped(stored: tuple[Path, Record] | None, dtype: np.dtype[Any], verifies: 
     if stored is None or not stored[1]["size"]:  # an empty file cannot be mapped
         return Numbers(np.empty(0, dtype=dtype))
     file, recorded = stored
-    array = np.asarray(np.memmap(file, dtype=dtype, mode="r"))  # a slice of a plain array is made faster
+    array = np.asarray(np.memmap(file, dtype=dtype, mode="r"))  # slicing a plain array is faster
     return Numbers(array, file, recorded if verifies else None)

@@ -1,8 +1,8 @@
 """Worker processes that tokenize: fresh interpreters that run `main`, each served by a thread of the caller.
 
-A process pool of the standard library would import the caller's script again, which would then need a `__main__` guard,
-would outlive a caller that is killed and hide the exit code of a worker that dies. A worker uses one thread; there are
-as many workers as cores, which scales where threads of one process do not.
+A process pool of the standard library would import the caller's script again, which would then need a `__main__` guard.
+It would also outlive a caller that is killed, and hide the exit code of a worker that dies. A worker uses one thread;
+one worker per core scales, which threads of one process do not.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from shardline.data.tokenizer import Pieces, Tokenizer
 from shardline.errors import UserError
 from shardline.words import sized
 
-CHUNK_SECONDS, LEAST_SPEED = 300.0, 20_000.0  # a chunk takes a second or a few; bytes of a large one in a second
-CHUNK_MEMORY = 2 << 30  # beside 256 times its size
+CHUNK_SECONDS, LEAST_SPEED = 300.0, 20_000.0  # a chunk takes a few seconds at most; bytes per second of a large one
+CHUNK_MEMORY = 2 << 30  # in addition to 256 times its size
 SEAM = 256  # characters on each side of a cut on whose tokens both pieces should agree
 # Ctrl-C reaches the whole process group; the caller handles it and ends the workers
 START = (
@@ -46,10 +46,10 @@ START = (
 
 @dataclass
 class Encoded:
-    """A chunk in tokens: ids, where documents end in them, and how many documents were empty and left out.
+    """A tokenized chunk: ids, where documents end in them, and how many documents were empty and left out.
 
-    `trained` says of each token whether it is trained; None where all are. `seams` are marks of the tokens around the
-    beginning and the end of a piece of a large document, each of which the neighbor should have too.
+    `trained` says of each token whether it is trained; None where all are. `seams` are hashes of the tokens around the
+    beginning and the end of a piece of a large document, which should equal those of the neighboring pieces.
     """
 
     tokens: np.ndarray
@@ -61,7 +61,7 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Turns a chunk into tokens; it travels to the worker processes."""
+    """Turns a chunk into tokens; it is sent to the worker processes."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -89,9 +89,9 @@ class TextEncoder:
         return Encoded(tokens, ends, len(texts) - len(kept), chunk.size)
 
     def _piece(self, chunk: Chunk, window: Window) -> Encoded:
-        """The tokens that begin in a piece of a large document; which those are, the text around it decides.
+        """The tokens that begin in a piece of a large document, tokenized with the text around it.
 
-        So they are those of the whole document, unless what is farther away than the context has a say.
+        They are those of the whole document, unless they depend on text that is farther away than this context.
         """
         found = self.tokenizer.encode_pieces(window.text)
         first = -1 if chunk.opens else window.first
@@ -129,7 +129,7 @@ class RecordEncoder:
 
 
 def _seam(found: Pieces, place: int) -> bytes:
-    """A mark of the tokens that begin near a place, and of where they do."""
+    """A hash of the tokens that begin near a place, and of where they begin."""
     near = np.abs(found.starts - place) < SEAM
     return hashlib.blake2b(np.stack([found.ids[near], found.starts[near] - place]).tobytes(), digest_size=8).digest()
 
@@ -178,7 +178,7 @@ class _Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"{START}main({theirs.fileno()})"],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a worker prints is no output of the caller
+                stdout=2,  # what a worker prints must not mix with the caller's output
                 env=environment,
                 pass_fds=[theirs.fileno()],
             )
@@ -243,9 +243,9 @@ def main(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def memory_limit(extra: int) -> Iterator[None]:
-    """Let this process have so much memory beside what it has: a tokenizer or a template may ask for any amount.
+    """Limit this process to `extra` bytes more than it has: a tokenizer or a template may ask for any amount of memory.
 
-    Python raises MemoryError then; the library of tokenizers aborts the process.
+    Beyond the limit Python raises MemoryError, and the tokenizers library aborts the process.
     """
     before, hard = resource.getrlimit(resource.RLIMIT_AS)
     has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -30,7 +30,7 @@ OPTION = "--model.tokenizer_path"  # for a run; other commands have --tokenizer
 
 
 class Pieces(NamedTuple):
-    """Tokens of a text: ids, and the first character and the one after the last of each, all (T,)."""
+    """Tokens of a text: ids, and the characters [start, end) of each, all (T,)."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -121,7 +121,7 @@ class ByteTokenizer:
         parts, at = list[tuple[np.ndarray, ...]](), 0
         for found in [*(self._cut.finditer(text) if self._cut else ()), None]:
             ids = np.frombuffer(_utf8(text[at : found.start() if found else None]), np.uint8).astype(np.int64)
-            starts = at + np.cumsum((ids & 0xC0) != 0x80) - 1  # other bytes continue a letter
+            starts = at + np.cumsum((ids & 0xC0) != 0x80) - 1  # other bytes continue a character
             parts.append((ids, starts, starts + 1))
             if found is not None:
                 parts.append(tuple(np.array([n]) for n in (self.extra[found.group()], found.start(), found.end())))
@@ -164,7 +164,7 @@ class JsonTokenizer:
         _check_text(file, text)
         with _reported(file, UNREADABLE):
             self.backend = Backend.from_str(text)
-        # A file saved with truncation or padding would cut or fill documents.
+        # A file saved with truncation or padding would cut or pad documents.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.file, self.additions = file, additions or Additions()
@@ -204,7 +204,7 @@ class JsonTokenizer:
         return named | self.additions.names()
 
     def encode_pieces(self, text: str) -> Pieces:
-        if self._pieces is None:  # without the post-processor, which would leave white space out of the places
+        if self._pieces is None:  # without the post-processor, which would leave white space out of the offsets
             from tokenizers.processors import ByteLevel
 
             self._pieces = copy.deepcopy(self.backend)
@@ -249,7 +249,7 @@ def _check_text(file: Path, text: str) -> None:
     except UserError as error:
         raise UserError(f"{file} {UNREADABLE}: {error}") from error
     except ValueError as error:
-        if "deep" in str(error):  # of anything else the library knows the line
+        if "deep" in str(error):  # for any other error the library names the line
             raise UserError(f"{file} {UNREADABLE}: {error}") from error
 
 
@@ -319,15 +319,15 @@ def chat_template_of(folder: Path) -> str | None:
 
 
 def _remedy(option: str) -> str:
-    return f"give a folder with tokenizer.json as {option}=FOLDER, or {option}=bytes"
+    return f"set {option}=FOLDER, a folder with tokenizer.json, or {option}=bytes"
 
 
 def check_vocabulary(tokenizer: Tokenizer, arch: Any) -> None:
     """Refuse a model that has fewer rows than the tokenizer has ids."""
     if tokenizer.vocab_size > arch.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, the model has {arch.vocab_size} rows:"
-            f" give --model.overrides.vocab_size={tokenizer.vocab_size} (or more), or another tokenizer"
+            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, but the model has {arch.vocab_size}"
+            f" rows: set --model.overrides.vocab_size={tokenizer.vocab_size} (or more), or use another tokenizer"
         )
 
 

@@ -1,7 +1,7 @@
-"""How much longer a tokenizer can make a text, from its file: what it replaces may be replaced again and again.
+"""Computes how much longer a tokenizer can make a text, from its file: its rules replace what other rules have written.
 
-Four rules that write a thousand letters for one make 10^12 of a letter, and the library aborts the process that cannot
-have so much memory. So the file is looked at before the library reads it.
+Four rules that each turn one character into a thousand turn it into 10^12, and the library aborts a process that runs
+out of memory. So the file is checked before the library reads it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from shardline.errors import UserError
 
-MOST = 1000  # letters for one; Unicode's normal forms write up to 18
-LONGEST = 65_536  # letters of one token or rule; known vocabularies have tokens of up to some hundred
+MOST = 1000  # characters written for one; Unicode's normal forms write up to 18
+LONGEST = 65_536  # characters of a token or rule; known vocabularies have tokens of up to a few hundred
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
-# Rules that turn letters into others, and how many they write for one at most.
+# Rules that replace characters, and the most characters that they write for one.
 WRITES = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Lowercase": 3, "BertNormalizer": 3, "ByteLevel": 4}
 
 
 class Lengths(NamedTuple):
-    """The letters that come of one: of those in `of`, and of any other one."""
+    """How many characters one becomes: each of those in `of`, and any other one."""
 
     of: dict[str, float]
     other: float
@@ -33,29 +33,29 @@ class Lengths(NamedTuple):
 
 
 def check_growth(content: Any) -> None:
-    """Refuse a tokenizer.json that makes a text a thousand times as long, or has a token that is a book."""
+    """Refuse a tokenizer.json that can make a text more than a thousand times as long, or has a huge token."""
     if not isinstance(content, Mapping):
         return  # the library says what is wrong with it
     for part in PARTS:
         grown = growth(content.get(part))
         if grown > MOST:
             number = f"{grown:,.0f}" if grown < 1e30 else "endlessly many"
-            raise UserError(f"its {part} writes up to {number} letters for one; at most {MOST:,} are allowed")
+            raise UserError(f"its {part} writes up to {number} characters for one; at most {MOST:,} are allowed")
     longest = max(_lengths(content), default=0)
     if longest > LONGEST:
-        raise UserError(f"it has a text of {longest:,} letters; tokens and rules have at most {LONGEST:,}")
+        raise UserError(f"it has a text of {longest:,} characters; tokens and rules may have at most {LONGEST:,}")
 
 
 def growth(part: Any) -> float:
-    """The most letters that a normalizer, a pre-tokenizer or a decoder writes for one."""
+    """The most characters that a normalizer, a pre-tokenizer or a decoder writes for one."""
     lengths = Lengths({}, 1.0)
-    for rule in reversed([*_rules(part)]):  # from what comes of a letter after a rule follows what comes of it before
+    for rule in reversed([*_rules(part)]):  # lengths before a rule follow from those after it
         lengths = _before(rule, lengths)
     return lengths.most()
 
 
 def _before(rule: Mapping[str, Any], after: Lengths) -> Lengths:
-    """Lengths before a rule, from those after it. A letter that a rule may match has its share of what is written."""
+    """Lengths before a rule, from those after it. A character that a rule may match has its share of the result."""
     kind, written = rule.get("type"), rule.get("content")
     if kind == "Replace" and isinstance(written, str):
         pattern = rule.get("pattern")
@@ -64,7 +64,7 @@ def _before(rule: Mapping[str, Any], after: Lengths) -> Lengths:
         if isinstance(matched, str) and matched:
             share = {letter: max(after.of.get(letter, after.other), new / len(matched)) for letter in matched}
             return Lengths(after.of | share, after.other)
-        return Lengths({}, after.most() + new)  # any letter, and the places between them
+        return Lengths({}, after.most() + new)  # matches any character, and the places between them
     if kind == "Prepend" and isinstance(rule.get("prepend"), str):
         return Lengths({}, after.most() + after.text(rule["prepend"]))
     if kind == "Precompiled":
@@ -86,7 +86,7 @@ def _rules(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _longest_of_map(text: Any) -> int:
-    """The longest text in a map of SentencePiece: a table of places, then texts, each ended by a zero."""
+    """The longest text in a map of SentencePiece: a table of offsets, then texts, each ended by a zero."""
     try:
         content = base64.b64decode(text)
     except (TypeError, ValueError):
@@ -96,7 +96,7 @@ def _longest_of_map(text: Any) -> int:
 
 
 def _lengths(content: Mapping[str, Any]) -> Iterator[int]:
-    """The lengths of all texts but the map of a normalizer."""
+    """The lengths of all texts except a normalizer's map."""
     waiting: list[Any] = [content]
     while waiting:
         value = waiting.pop()

@@ -15,7 +15,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def local_waiting(parameter: Tensor) -> Tensor:
-    """`local` for weights whose gradients may be computed later: if backward gives no gradient, nothing is added.
+    """`local` for weights whose gradients may be computed later: a backward pass that skips them adds nothing.
 
     DTensor's own `to_local` would add zeros of the weight's size instead.
     """

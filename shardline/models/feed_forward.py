@@ -44,8 +44,8 @@ class Products(NamedTuple):
     """The two kinds of products in a block: from dim to heads or the intermediate width (`column`), and back (`row`).
 
     `gather` all-gathers rows that each rank has computed for its own tokens, for this rank's heads. `mean` averages
-    over ranks a number that each has computed from its own heads. With `row_keeps_float8`, backward keeps the input of
-    `row` in float8 and does not need the original.
+    over ranks the values that each has computed from its own heads. With `row_keeps_float8`, backward keeps the input
+    of `row` in float8 and does not need the original.
     """
 
     column: Callable[[Tensor, Weights, Biases], tuple[Tensor, ...]] = columns

@@ -64,7 +64,7 @@ def generate(
 
 @torch.no_grad()
 def _next_logits(model: Decoder, step: Tensor, cache: KVCache | None) -> Tensor:
-    """Logits (V,) of the next token, in float32 on the CPU. `step` (1, tokens) are new tokens, without a cache all."""
+    """Logits (V,) of the next token, in float32 on the CPU; `step` (1, n) holds the new tokens; without cache, all."""
     if cache is None:
         logits: Tensor = model(step)[0, -1].float().cpu()
         return logits

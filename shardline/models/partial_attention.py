@@ -158,7 +158,7 @@ def _agrees(
                     raise RuntimeError(f"its relative error is {worst:.1e}")
         return True
     except (RuntimeError, AttributeError, TypeError) as error:
-        logger.warning("attention: the %s kernel cannot be used here, so the next one is (%s)", name, error)
+        logger.warning("attention: the %s kernel cannot be used here, trying the next one (%s)", name, error)
         return False
 
 

@@ -327,7 +327,7 @@ def test_a_typo_and_a_missing_file_are_answered_with_the_nearest_name(tmp_path):
             "training.cache_folder: cannot write file/x/tokens: Not a directory",
         ),
         (["training.global_batch_size=7"], "training.global_batch_size = 7 does not divide"),
-        (["model.overrides.vocab_size=200"], "give --model.overrides.vocab_size=258"),
+        (["model.overrides.vocab_size=200"], "set --model.overrides.vocab_size=258"),
         (["model.tokenizer_path=nothing"], "no tokenizer at 'nothing'"),
         (["job.dump_folder=file"], "job.dump_folder: cannot use file as the run folder"),
         (["job.save_config_file=file/x"], "job.save_config_file: cannot write file/x: File exists"),

@@ -1205,7 +1205,7 @@ MODELS = [
     Change(
         "another kernel of attention is taken in silence",
         "models/partial_attention.py",
-        'logger.warning("attention: the %s kernel cannot be used here, so the next one is (%s)", name, error)',
+        'logger.warning("attention: the %s kernel cannot be used here, trying the next one (%s)", name, error)',
         "pass",
         "tests/unit/models/test_attention.py::test_a_failing_probe_is_logged",
     ),

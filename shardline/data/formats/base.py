@@ -50,7 +50,7 @@ class Format(Protocol):
 
 @dataclass(frozen=True)
 class FormatOptions:
-    """Keys of `[data]` that hold for all sources."""
+    """Keys of `[data]` that apply to all sources."""
 
     train_on_inputs: bool = False
     chat_template: str | None = None
@@ -61,7 +61,7 @@ class FormatOptions:
 
     @classmethod
     def of(cls, section: Any) -> FormatOptions:
-        """Those of a config's `[data]` section."""
+        """The options in a config's `[data]` section."""
         ends = None if section.eot_tokens is None else tuple(section.eot_tokens)
         return cls(
             section.train_on_inputs,
@@ -73,9 +73,9 @@ class FormatOptions:
         )
 
     def fingerprint(self, table: SourceTable, template: str) -> str:
-        """A mark of everything that decides which tokens a record becomes, the tokenizer aside."""
+        """A fingerprint of everything but the tokenizer that decides which tokens a record becomes."""
         own, left_out = dict(vars(self)), {"weight"}
-        if not self.chat_template_kwargs:  # without them, stores from before there were these keys are still good
+        if not self.chat_template_kwargs:  # without them, stores from before these keys stay valid
             del own["chat_template_kwargs"]
         if not table.split_thinking:
             left_out.add("split_thinking")
@@ -84,7 +84,7 @@ class FormatOptions:
 
 
 def text_of(record: Record, name: str, *, needed: bool = True) -> str:
-    """The text in a field; an empty one where it is not needed and not there."""
+    """The text in a field; an empty one where the field is absent and not needed."""
     value = record.get(name)
     if value is None:
         if needed and name not in record:
@@ -96,7 +96,7 @@ def text_of(record: Record, name: str, *, needed: bool = True) -> str:
 
 
 def join_segments(segments: Sequence[tuple[str, bool]], tokenizer: Tokenizer, *, ends: bool = True) -> Tokens:
-    """Texts, each tokenized alone, in a row; `ends` adds the begin token and a trained end token."""
+    """Tokenize each text alone and join the results; `ends` adds the begin token and a trained end token."""
     arrays = tokenizer.encode_arrays([text for text, _ in segments])
     parts = [(array.astype(np.int64), trained) for array, (_, trained) in zip(arrays, segments, strict=True)]
     if ends and tokenizer.bos_id is not None:
@@ -124,7 +124,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Segments:
-    """`input_output`: texts with a label, true where they are trained; no token is added to them."""
+    """`input_output`: texts with a label that is true where they are trained; no token is added to them."""
 
     tokenizer: Tokenizer
     field: str = "segments"
@@ -148,7 +148,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Ready:
-    """Records that are tokens: `input_ids`, and which are trained by `labels` (-100: not) or `attention_mask`."""
+    """Records that are tokens: `input_ids`; `labels` (-100: not) or `attention_mask` say which are trained."""
 
     vocab_size: int
     pairs: bool = False
@@ -157,13 +157,13 @@ class Ready:
     def rows(self, record: Record) -> list[Tokens]:
         if "input_ids" not in record:
             fields = ", ".join(sorted(map(str, record)))
-            raise UserError(f"no field 'input_ids', which a source without a type has; its fields: {fields}")
+            raise UserError(f"no field 'input_ids', which a source without a type needs; its fields: {fields}")
         ids = np.array(record["input_ids"], dtype=np.int64)
         labels = record.get("labels")
         trained = np.ones(len(ids), bool) if labels is None else np.array(labels) != IGNORED
         real = np.array(record.get("attention_mask", np.ones(len(ids))), dtype=bool)
         if len(trained) != len(ids) or len(real) != len(ids):
-            raise UserError(f"{len(ids)} input_ids, {len(trained)} labels and {len(real)} in attention_mask")
+            raise UserError(f"{len(ids)} input_ids, but {len(trained)} labels and {len(real)} in attention_mask")
         if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
             raise UserError(f"input_ids up to {ids.max()}, but the tokenizer has {self.vocab_size} ids")
         return [Tokens(ids[real], trained[real])]

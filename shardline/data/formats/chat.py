@@ -20,7 +20,7 @@ ROLES = {
     "system": ("system",),
     "tool": ("tool",),
 }
-KNOWN_ROLES = ("developer", "ipython", "function")  # that some templates know, as they are
+KNOWN_ROLES = ("developer", "ipython", "function")  # some templates use these names unchanged
 THINKING_TAGS = (  # around reasoning, as models write it into their answers
     ("<think>", "</think>"),
     ("<reasoning>", "</reasoning>"),
@@ -65,10 +65,10 @@ class MessageFields:
         )
 
     def read(self, record: Record) -> tuple[list[Message], list[Mapping[str, Any]]]:
-        """The messages of a record, and the row of each, which is empty for a system message that was put first."""
+        """The messages of a record, and the row of each; the row of a system message that was added is empty."""
         if self.field not in record:
             fields = ", ".join(sorted(map(str, record))) or "none"
-            raise UserError(f"no field {self.field!r}; its fields: {fields} (field_messages names another)")
+            raise UserError(f"no field {self.field!r}; its fields: {fields} (set field_messages to use another)")
         rows = record[self.field]
         messages = self.messages(rows)
         if not messages:
@@ -94,7 +94,7 @@ class MessageFields:
         return [self.message(row, f"{name}[{place}]") for place, row in enumerate(rows)]
 
     def message(self, row: Any, where: str) -> Message:
-        """One message by the template's names; fields that are not mapped keep theirs."""
+        """One message under the template's names; fields that are not mapped keep their own."""
         if not isinstance(row, Mapping):
             raise UserError(f"{where}: expected a message with a role and content, got {type(row).__name__}")
         mapped = set(self.properties.values()) | set(filter(None, (self.training, self.detail)))
@@ -104,13 +104,13 @@ class MessageFields:
             fields = ", ".join(map(str, row))
             raise UserError(
                 f"{where}: no field {self.properties['role']!r} with the role; its fields: {fields}"
-                " (message_property_mappings names others)"
+                " (set message_property_mappings to use others)"
             )
         message["role"] = self._role(str(message["role"]), where)
         if all(message.get(part) is None for part in ("content", "tool_calls", *self.properties.keys() - {"role"})):
             raise UserError(
                 f"{where}: no field {self.properties['content']!r} with the content; its fields:"
-                f" {', '.join(map(str, row))} (message_property_mappings names others)"
+                f" {', '.join(map(str, row))} (set message_property_mappings to use others)"
             )
         message.setdefault("content", "")
         if self.split_thinking is not None and message["role"] == "assistant":
@@ -140,7 +140,7 @@ def _without_thinking(message: Message, name: str) -> Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """Conversations in a chat template; trained are the turns of some roles, or those that say so themselves."""
+    """Conversations in a chat template; the turns of some roles are trained, or those that say so themselves."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -193,7 +193,7 @@ class Chat:
         turns: set[int],
         details: dict[int, list[tuple[int, int]]] | None = None,
     ) -> Tokens:
-        """A conversation of which these turns are trained."""
+        """The tokens of a conversation of which these turns are trained."""
         wanted = Wanted(frozenset(turns), details or {}, self.eos, self.eot)
         ids, trained = trained_tokens(self.template, messages, tools, wanted, self.tokenizer, self.ends)
         return Tokens(ids, trained)

@@ -66,7 +66,7 @@ def idle_notes(name: str, tables: Sequence[SourceTable], section: Any) -> Iterat
 
 
 def choose_format(table: SourceTable, options: FormatOptions, tokenizer: Tokenizer) -> tuple[Format, str]:
-    """The format of a source, and a mark of all that decides what it makes of a record."""
+    """The format of a source, and a fingerprint of all that decides what it makes of a record."""
     kind, template = table.type, None
     if isinstance(kind, str) and (kind == "chat_template" or is_pairs(kind)):
         family = TEMPLATES.get(kind.partition(".")[0])
@@ -101,7 +101,7 @@ def choose_format(table: SourceTable, options: FormatOptions, tokenizer: Tokeniz
 def _unknown(kind: str) -> str:
     if kind.startswith("sharegpt"):
         return (
-            f"type {kind!r}: write type = 'chat_template' with field_messages = 'conversations' and"
+            f"type {kind!r}: set type = 'chat_template' with field_messages = 'conversations' and"
             " message_property_mappings = { role = 'from', content = 'value' }"
         )
     base, _, style = kind.partition(":")

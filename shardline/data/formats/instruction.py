@@ -12,7 +12,7 @@ from shardline.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Style:
-    """Texts of a prompt with and without an input, what surrounds a system prompt, and the default system prompts."""
+    """The prompt's texts with and without an input, the text around a system prompt, and default system prompts."""
 
     turn: str
     no_input: str

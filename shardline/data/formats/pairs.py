@@ -55,7 +55,7 @@ def is_pairs(kind: str | PromptTable | None) -> bool:
 
 @dataclass(frozen=True)
 class ChatPairs:
-    """Two conversations that differ in their last turn, which is what is trained of each."""
+    """Two conversations that differ in their last turn, the only one that is trained."""
 
     chat: Chat
     table: SourceTable

@@ -18,9 +18,9 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
     for text in config.generation.prompts:
         tokens = len(prompt_tokens(tokenizer, text))
         if not tokens:
-            raise ConfigError("generation.prompts: '' is empty and the tokenizer has no start token: give some text")
+            raise ConfigError("generation.prompts: '' is empty and the tokenizer has no start token: set some text")
         if tokens + new > length:
             raise ConfigError(
                 f"generation.prompts: {text[:40]!r} has {tokens} tokens, which with generation.max_new_tokens = {new}"
-                f" are more than training.seq_len = {length}: make one of the three smaller or larger"
+                f" are more than training.seq_len = {length}: shorten the prompt or the sample, or raise seq_len"
             )

@@ -46,7 +46,7 @@ class Rendered(NamedTuple):
 
 
 class TemplateError(UserError):
-    """What a template says about a conversation that it cannot render."""
+    """A template's error about a conversation that it cannot render."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ChatTemplate:
             with _time_limit(MOST_SECONDS):
                 text = _compiled(self.text).render(**names)
             if len(text) > MOST_LETTERS:
-                raise ValueError(f"it writes {len(text):,} letters for one conversation")
+                raise ValueError(f"it writes {len(text):,} characters for one conversation")
         except MemoryError as error:
             raise TemplateError(f"the chat template {self.name!r} takes more memory than it may have") from error
         except jinja2.TemplateSyntaxError as error:
@@ -81,7 +81,7 @@ class ChatTemplate:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after so much time of the processor; there are no signals outside of the main thread."""
+    """Raise TimeoutError after this much CPU time; without effect outside the main thread, which alone has signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -105,7 +105,7 @@ def template_names() -> list[str]:
 def choose_template(
     name: str | None, jinja: str | None, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """The template of `chat_template` and `chat_template_jinja`; neither given: that of the tokenizer."""
+    """The template of `chat_template` and `chat_template_jinja`, or the tokenizer's where neither is set."""
     special = tuple(sorted(tokenizer.special_tokens.items())), tuple((options or {}).items())
     if name == "jinja" or (name is None and jinja):
         if not jinja:
@@ -183,7 +183,7 @@ def _compiled(text: str) -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **rest)
 
     class BoundedTemplates(ImmutableSandboxedEnvironment):
-        """A sandbox without powers that take minutes, which no signal can interrupt."""
+        """A sandbox that refuses huge powers: they would take minutes, which no signal can interrupt."""
 
         intercepted_binops = frozenset({"**"})
 

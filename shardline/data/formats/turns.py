@@ -1,13 +1,13 @@
 """Where the turns of a conversation are in its rendered text, and which of its tokens are trained.
 
-A template is a program: nothing says which characters come from which message. Three ways find the turn of an answer,
-and agree where more than one of them applies:
+A template is a program: nothing says which characters come from which message. There are three ways to find the turn of
+an answer, which agree where more than one of them applies:
 
     marks      {% generation %} ... {% endgeneration %} in the template encloses what the model writes
-    prefixes   the text up to a turn, rendered alone with the header of an answer, begins the whole text:
-               the turn starts where it ends; the text up to and with the turn ends where the turn ends
-    a slot     the turn's content is replaced by a word that occurs nowhere: what is left and right of it is around
-               the content. This also works where a template rewrites earlier turns
+    prefixes   the messages before a turn, rendered with the header of an answer, are a prefix of the whole text, and
+               the turn starts where it ends; rendered with the turn, they end where the turn ends
+    a slot     the turn's content is replaced by a word that occurs nowhere else: the texts left and right of that word
+               surround the content. This also works where a template rewrites earlier turns
 
 A turn that none of them finds is an error, not a turn that is silently left out.
 """
@@ -28,7 +28,7 @@ SLOT = "\ufdd2slot\ufdd3"
 
 
 class Turn(NamedTuple):
-    """The characters [start, end) that one message adds after its header. `marked`: the template says so itself."""
+    """The characters [start, end) that one message adds after its header. `marked`: the template marks them."""
 
     start: int
     end: int
@@ -47,7 +47,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class EndTokens:
-    """Ids of end-of-text and of end-of-turn tokens; without the latter, a special token at the end of a turn is one."""
+    """Ids of end-of-text and end-of-turn tokens; if `eot` is None, any special token at the end of a turn is one."""
 
     eos: int | None
     eot: frozenset[int] | None
@@ -61,7 +61,7 @@ class EndTokens:
         for token, number in ids.items():
             if number is None:
                 raise UserError(
-                    f"data.eot_tokens: {token!r} is no token of {tokenizer.name!r}; data.added_tokens would add it"
+                    f"data.eot_tokens: {token!r} is no token of {tokenizer.name!r}; add it with data.added_tokens"
                 )
         return cls(tokenizer.eos_id, frozenset(n for n in ids.values() if n is not None), tokenizer.special_ids)
 
@@ -113,7 +113,7 @@ def _mode(pieces: Pieces, at: int, ends: EndTokens, wanted: Wanted) -> str:
 
 
 def _train_ends(trained: np.ndarray, pieces: Pieces, ends: EndTokens, wanted: Wanted, seen: list[int]) -> None:
-    """End tokens that are trained whichever turn they end: `all` of them, or the `last` of the conversation."""
+    """Mark end tokens that are trained whichever turn they end: `all` of them, or the `last` of the conversation."""
     known = {*seen, *(ends.eot or ()), *([] if ends.eos is None else [ends.eos])}
     places: list[int] = np.flatnonzero(np.isin(pieces.ids, list(known))).tolist()
     modes = {at: _mode(pieces, at, ends, wanted) for at in places}
@@ -123,7 +123,7 @@ def _train_ends(trained: np.ndarray, pieces: Pieces, ends: EndTokens, wanted: Wa
 
 
 def _end_token(pieces: Pieces, text: str, turn: Turn, inside: np.ndarray, ends: EndTokens) -> int | None:
-    """The token that ends a turn: its last one but white space, or the one that follows it."""
+    """The token that ends a turn: its last one besides white space, or the one that follows the turn."""
     for at in inside[::-1].tolist():
         if ends.is_end(int(pieces.ids[at])):
             return int(at)
@@ -139,7 +139,7 @@ def _end_token(pieces: Pieces, text: str, turn: Turn, inside: np.ndarray, ends: 
 
 
 class _Finder:
-    """Looks for the turns of one conversation."""
+    """Finds the turns of one conversation."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Finder:
         return found
 
     def _start(self, number: int) -> int | None:
-        """The end of what is rendered before an answer, with its header."""
+        """Where the text before an answer, with its header, ends."""
         if self.messages[number]["role"] != "assistant":
             return None
         before, header = self._rendered(number, answer=False), self._rendered(number, answer=True)
@@ -194,7 +194,7 @@ class _Finder:
         return len(text) if text is not None and self.text.startswith(text) else None
 
     def _rendered(self, count: int, *, answer: bool) -> str | None:
-        """The first messages; None where the template refuses them, which it may for less than the whole."""
+        """The first `count` messages as text; None where the template refuses them because others are missing."""
         try:
             return self.template.render(self.messages[:count], self.tools, answer=answer).text
         except TemplateError:
@@ -213,7 +213,7 @@ class _Finder:
 
     def _refuse(self, number: int) -> NoReturn:
         raise UserError(
-            f"message {number} ({self.messages[number]['role']}) cannot be found in what the chat template"
-            f" {self.template.name!r} makes of the conversation: it leaves the message out or rewrites it. Train on"
-            " fewer turns (roles_to_train, message_field_training), or give another chat_template"
+            f"message {number} ({self.messages[number]['role']}) cannot be found in the text that the chat template"
+            f" {self.template.name!r} renders: it leaves the message out or rewrites it. Train on"
+            " fewer turns (roles_to_train, message_field_training), or set another chat_template"
         )

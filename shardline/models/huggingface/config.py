@@ -161,7 +161,7 @@ _EXPERTS = {
         {"normalize": True, "router_bias": True, "activation": "clamped"},
     ),
 }
-_BIASED = ("llama", "qwen3", "qwen3_moe", "llama4_text", "gpt_oss")  # read `attention_bias`
+_BIASED = ("llama", "qwen3", "qwen3_moe", "llama4_text", "gpt_oss")  # families that read `attention_bias`
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 

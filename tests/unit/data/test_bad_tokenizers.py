@@ -173,14 +173,14 @@ def test_rules_that_make_texts_endless_are_refused_before_the_library_reads_them
 
 def test_growth_is_refused_by_its_part() -> None:
     for part, rules in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders")):
-        with pytest.raises(UserError, match=f"its {part} writes up to 1,000,000 letters for one"):
+        with pytest.raises(UserError, match=f"its {part} writes up to 1,000,000 characters for one"):
             check_growth({part: {"type": "Sequence", rules: [MORE, MORE]}})
         check_growth({part: MORE})
 
 
 def test_a_token_that_is_a_book(folder: Path) -> None:
     change(folder, model={"vocab": {"a": 0, "b" * 70_000: 1}, "merges": []})
-    with pytest.raises(UserError, match="it has a text of 70,000 letters; tokens and rules have at most 65,536"):
+    with pytest.raises(UserError, match="it has a text of 70,000 characters; tokens and rules may have at most 65,536"):
         load_tokenizer(folder)
 
 
@@ -250,7 +250,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %
         ("{{ '%10000000000d' % 1 }}", "'of a test'"),
         ("{{ 'x' | center(10000000000) }}", "takes more memory than it may have"),
         ("{{ [1] * 10 ** 10 }}", "takes more memory than it may have"),
-        ("{{ 'x' * 20000000 }}", "it writes 20,000,000 letters for one conversation"),
+        ("{{ 'x' * 20000000 }}", "it writes 20,000,000 characters for one conversation"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
         ("{{ " + "(" * 50_000, "recursion"),
         ("{% for", "unexpected 'end of template'"),

@@ -227,7 +227,7 @@ def test_a_damaged_part_is_made_again(made: dict[str, Path], half: Path, said: C
     (half / name).write_bytes(flipped(half / name, 8 * 20))
     assert everything(written(half)) == everything(made["whole"])
     lines = said()
-    assert re.search(rf"{half / name} is damaged.*: that part is made again, and those after it", lines)
+    assert re.search(rf"{half / name} is damaged.*: this part and those after it are prepared again", lines)
     assert "continuing after 1 finished part" in lines
 
 

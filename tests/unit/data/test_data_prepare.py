@@ -315,7 +315,7 @@ def test_full_disk_is_a_user_error_and_can_be_continued(tmp_path: Path) -> None:
 
 def test_places_that_cannot_be_used(tmp_path: Path) -> None:
     source = open_source("mine", str(write_lines(tmp_path / "a.jsonl", DOCUMENTS[:5])))
-    with pytest.raises(UserError, match=r"is a file; give a folder"):
+    with pytest.raises(UserError, match=r"is a file; choose a folder"):
         prepare(source, BYTES, tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=r"cannot write the token store .*Not a directory"):
         prepare(source, BYTES, tmp_path / "a.jsonl" / "out")

@@ -190,7 +190,7 @@ def test_registered_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"Known: .*numbers"):
         open_source("nothing_like_it", None)
     monkeypatch.setitem(registry.sources, "numbers", lambda path: [1])
-    with pytest.raises(UserError, match=r"'numbers' gave int"):
+    with pytest.raises(UserError, match=r"'numbers' yielded int"):
         texts(open_source("numbers", None))
 
 

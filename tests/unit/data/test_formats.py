@@ -107,7 +107,7 @@ def test_completion_segments_and_tokens():
     (row,) = rows(None, {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8], "attention_mask": [1, 1, 1, 0]})
     assert row.ids.tolist() == [5, 6, 7]
     assert row.trained.tolist() == [False, True, False]
-    with pytest.raises(UserError, match="no field 'input_ids', which a source without a type has"):
+    with pytest.raises(UserError, match="no field 'input_ids', which a source without a type needs"):
         rows(None, {"text": "x"})
     with pytest.raises(UserError, match="input_ids up to 999"):
         rows(None, {"input_ids": [999]})

@@ -96,7 +96,7 @@ def test_saved_truncation_and_padding_are_not_applied(tmp_path: Path) -> None:
 
 
 def test_missing_and_broken_files_are_user_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"give a folder .* as --tokenizer=FOLDER, or --tokenizer=bytes$"):
+    with pytest.raises(UserError, match=r"set --tokenizer=FOLDER, a folder .*, or --tokenizer=bytes$"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(UserError, match=r"tokenizer.model files are not read"):

@@ -54,7 +54,7 @@ def no_rank(monkeypatch):
         (["--nproc=2", "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=3",
           "--parallelism.pipeline_parallel_microbatch_size=2"], "does not divide training.local_batch_size = 3"),
         (["--nproc=2", "--model.tokenizer_path=nothing"], "no tokenizer at 'nothing'"),
-        (["--nproc=2", "--model.overrides.vocab_size=200"], "give --model.overrides.vocab_size=258"),
+        (["--nproc=2", "--model.overrides.vocab_size=200"], "set --model.overrides.vocab_size=258"),
         (["--nproc=2", "--training.dataset_path=none.txt", BYTES], "there is no file or folder 'none.txt'"),
         (["--nproc=2", "--training.dataset_path=.", BYTES], "training.dataset_path: the folder '.' is empty"),
         (["--nproc=2", "--training.dataset=c4", BYTES], "training.dataset: dataset 'c4' needs a path"),
