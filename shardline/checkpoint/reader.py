@@ -1,8 +1,8 @@
-"""Reads a checkpoint's tensors, whole or in part: only the blocks of the files that are needed, each one verified.
+"""Reads a checkpoint's tensors, whole or in part: only the file blocks that are needed, each one verified.
 
-    wanted part of a tensor -> pieces that meet it -> rows of each piece -> bytes of its file -> checksum blocks
+    wanted part of a tensor -> pieces that overlap it -> rows of each piece -> bytes of its file -> checksum blocks
 
-Columns are cut out of the rows that hold them: bytes in between are read too, since a checksum covers 4 MiB.
+A range of columns is cut out of whole rows: the bytes in between are read too, since a checksum covers 4 MiB.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from shardline.storage.blocks import Damaged, Record, check_block, check_size, h
 from shardline.storage.location import locate
 from shardline.storage.safetensors import HeaderRow, LazyTensors, name_of_type, read_header, torch_type
 
-CHUNK_BYTES = 32 << 20  # read at a time, so that filling a large tensor takes little memory beside it
+CHUNK_BYTES = 32 << 20  # read at a time, so that filling a large tensor takes little additional memory
 MOST_OPEN = 64  # files
-MOST_KEPT = 16  # blocks that were needed in part: a neighbour may need the rest
+MOST_KEPT = 16  # blocks of which a part was needed: a neighbouring read may need the rest
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a checkpoint; `pieces` are file numbers and places, and together all of it."""
+    """A tensor in a checkpoint; `pieces` are file numbers and places that together cover it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[tuple[int, Place], ...]
 
 
-BlockCache = dict[tuple[Path, int], memoryview]  # file and number -> bytes, the oldest first
+BlockCache = dict[tuple[Path, int], memoryview]  # file and block number -> bytes, oldest first
 
 
 class VerifiedFile:
@@ -61,7 +61,7 @@ class VerifiedFile:
             raise Damaged(f"{self.path} is no safetensors file: {error}") from error
 
     def read(self, start: int, end: int, into: memoryview | None = None) -> memoryview:
-        """Bytes of the file, in memory of their own unless there is some."""
+        """Read bytes of the file into `into`, or into new memory."""
         out = np.empty(end - start, dtype=np.uint8).data if into is None else into
         size = self.recorded["block_bytes"]
         whole: list[Future[None]] = []
@@ -73,13 +73,13 @@ class VerifiedFile:
                 whole.append(helpers().submit(self._fetch, index, target))
             else:
                 target[:] = self._block(index, last - first)[low - first : high - first]
-        wait(whole)  # all of them, also where one fails: they write into this memory
+        wait(whole)  # for all of them, even if one fails: they write into this memory
         for one in whole:
             one.result()
         return out
 
     def _block(self, index: int, length: int) -> memoryview:
-        """A block that is needed in part; the last ones are kept."""
+        """Return a block of which a part is needed; the last ones are cached."""
         block = self._cache.pop((self.path, index), None)
         if block is None:
             block = np.empty(length, dtype=np.uint8).data
@@ -94,16 +94,16 @@ class VerifiedFile:
         while rest:
             count = os.preadv(self._descriptor, [rest], position)
             if not count:
-                raise Damaged(f"{self.path} ends at byte {position}, {self.recorded['size']} were written: it is torn")
+                raise Damaged(f"{self.path} ends at byte {position} of {self.recorded['size']}: it is torn")
             position, rest = position + count, rest[count:]
         check_block(self.path, self.recorded, index, into)
 
 
 class ShardFiles:
-    """The tensors in a checkpoint's files by their names there (`model/...`, `optimizer/<kind>/...`)."""
+    """The tensors in a checkpoint by their names in its manifest (`model/...`, `optimizer/<kind>/...`)."""
 
     def __init__(self, folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any], prefix: str = "") -> None:
-        """`files` and `tensors` are the manifest's tables; in the files, names begin with `prefix` as well."""
+        """`files` and `tensors` are the manifest's tables; in the files, names have `prefix` in front."""
         self.folder, self.files, self._prefix = folder, files, prefix
         self._names = list(files)
         self._open: dict[int, VerifiedFile] = {}
@@ -124,7 +124,7 @@ class ShardFiles:
         return ShardFiles(self.folder, self.files, table, self._prefix + prefix)
 
     def stored(self, name: str) -> StoredTensor:
-        """What the manifest says of a tensor; its pieces lie in files that there are, and are all of it, once."""
+        """Return a tensor's manifest entry, after checking that its pieces lie in known files and tile the tensor."""
         if name not in self._stored:
             entry = self._table[name]
             shape, split = tuple(entry["shape"]), 1 + len(entry["shape"])
@@ -133,13 +133,13 @@ class ShardFiles:
                 raise Damaged(f"{self.folder}/manifest.json: pieces of {name} are in no file or have other dimensions")
             places = [Place(tuple(row[1:split]), tuple(row[split:])) for row in rows]
             if not tile(shape, places):
-                raise Damaged(f"{self.folder}/manifest.json: the pieces of {name} are not all of it, each once")
+                raise Damaged(f"{self.folder}/manifest.json: the pieces of {name} do not cover it exactly once")
             files = (row[0] for row in rows)
             self._stored[name] = StoredTensor(torch_type(entry["dtype"]), shape, tuple(zip(files, places, strict=True)))
         return self._stored[name]
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Read a tensor, or a part of it, into memory of its own."""
+        """Read a tensor, or a part of it, into new memory."""
         stored = self.stored(name)
         wanted = whole_place(stored.shape).part(part)
         out = torch.empty(wanted.size, dtype=stored.dtype)
@@ -148,9 +148,9 @@ class ShardFiles:
         return out
 
     def blocks(self, name: str, wanted: Place) -> Iterator[tuple[Place, torch.Tensor]]:
-        """Read what `wanted` covers, some rows at a time, in no order; yields their place in the tensor and the rows.
+        """Read what `wanted` covers, some rows at a time, in no particular order; yields their place and the rows.
 
-        The next rows are read into the same memory.
+        Each batch of rows is read into the same memory.
         """
         stored, found = self.stored(name), 0
         for file, held in stored.pieces:
@@ -159,7 +159,7 @@ class ShardFiles:
                 found += shared.elements
                 yield from self._rows(name, stored, file, held, shared)
         if found != wanted.elements:
-            raise Damaged(f"{self.folder}/manifest.json: the pieces of {name} are not all of it")
+            raise Damaged(f"{self.folder}/manifest.json: the pieces of {name} do not cover it")
 
     def _rows(
         self, name: str, stored: StoredTensor, number: int, held: Place, shared: Place

@@ -1,7 +1,7 @@
-"""When a run saves, and in which form; `commit.py` has how its ranks write a checkpoint together.
+"""When a run saves, and in which form; `commit.py` defines how its ranks write a checkpoint together.
 
-All of a save but copying the state runs in a background thread. The run waits for a synchronous save at once, for an
-asynchronous one before the next save, at its end and where it stops.
+Everything in a save except copying the state runs in a background thread. The run waits for a synchronous save at once,
+and for an asynchronous one before the next save, at the end of the run and when it stops.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from shardline.storage.crash_points import reach
 from shardline.words import counted, sized
 
 log = logging.getLogger("shardline")
-LAST_WAIT_SECONDS = 30.0  # for a save in the background of a run that has failed
+LAST_WAIT_SECONDS = 30.0  # how long a run that has failed waits for its background save
 
 
 class Saver:
-    """Saves the state of a run; every rank has one, and all call it alike."""
+    """Saves the state of a run; every rank has one, and all ranks make the same calls."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Saver:
         weights: Callable[[torch.dtype | None], list[HeldTensor]] | None = None,
         state: Callable[[], list[HeldTensor]] | None = None,
     ) -> None:
-        """`mirror` is rank 0's alone; `base` are the frozen weights of LoRA or of a reference.
+        """Only rank 0 has a `mirror`; `base` are the frozen weights of LoRA or of a reference.
 
-        `extra` returns what to save besides weights and optimizer state; `weights` and `state` return these two where
-        they are not simply what the model and the optimizer have.
+        `extra` returns what to save besides weights and optimizer state; `weights` and `state` return these two if they
+        are not simply those of the model and the optimizer.
         """
         self.config, self.section, self.mesh, self.mirror = config, config.checkpoint, mesh, mirror
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
@@ -77,7 +77,7 @@ class Saver:
         if self._saves:
             self._check_folder()
         if self.section.enable and self.section.last_save_in_hf and model.arch.foreign is None:
-            export_family(model.arch)  # an architecture that no family has is refused before the first step
+            export_family(model.arch)  # refuses an architecture of no known family before the first step
         self._owners = Owners(mesh)
         self._background = Background(self.section.save_timeout_seconds, mesh.rank)
         self._staging = self._make_staging()
@@ -85,14 +85,14 @@ class Saver:
         self._number = 0
 
     def _check_folder(self) -> None:
-        """Refuse a folder that cannot be written now, not at the first save."""
+        """Refuse a folder that cannot be written, now rather than at the first save."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):  # fails in a read-only folder, even for root
                 pass
         except OSError as error:
             raise UserError(
-                f"checkpoint.folder: cannot write {self.folder}: {error.strerror or error}; name another folder"
+                f"checkpoint.folder: cannot write {self.folder}: {error.strerror or error}; use another folder"
             ) from error
 
     def _make_staging(self) -> Staging | None:
@@ -101,11 +101,11 @@ class Saver:
             return None
         pinned = mode == "async_with_pinned_mem"
         if pinned and not torch.cuda.is_available():
-            log.info('note: checkpoint.async_mode = "async_with_pinned_mem": without a GPU this is "async"')
+            log.info('note: checkpoint.async_mode = "async_with_pinned_mem" is the same as "async" without a GPU')
         return Staging(self.optimizer, pinned)
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether a step is saved by its number."""
+        """Whether a step is to be saved because of its number."""
         section = self.section
         first = section.enable_first_step_checkpoint and step == 1
         regular = section.interval_type == "steps" and step % section.every(total_steps) == 0
@@ -118,7 +118,7 @@ class Saver:
         request: Request,
         saving: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Save where it is time to, or where a signal or the end of the job's time requests it; inside `saving()`.
+        """Save if it is time to, or if a signal or the end of the job's time requests it, within `saving()`.
 
         The run waits for a save that was requested.
         """
@@ -135,14 +135,14 @@ class Saver:
                     self.finish()
 
     def prepare(self) -> None:
-        """Make the buffers of asynchronous saves, in the background; every rank calls this before the first step."""
+        """Allocate the buffers of asynchronous saves in the background; every rank calls this before the first step."""
         staging = self._staging
         if staging is not None:
             owned = self._owners.owned("full", self._held())
             self._background.submit("the buffers on the host", lambda activity: staging.prepare(owned))
 
     def save(self, position: RunPosition, *, last: bool = False, wait: bool = False) -> Path:
-        """Save this step: everything, or as `checkpoint.last_save_*` says at the end of the run.
+        """Save this step: everything, or what `checkpoint.last_save_*` asks for at the end of the run.
 
         With `checkpoint.async_mode` it is written in the background, unless `last` or `wait` asks to wait for it.
         """
@@ -156,7 +156,7 @@ class Saver:
         return final
 
     def resumed(self, step: int) -> None:
-        """The run goes on from the save of this step; 0: from none."""
+        """Record that the run continues from the save of this step; 0: from none."""
         self.saved_step = step
         self._writer.last = LastSave(step, "full") if step else None
 
@@ -165,7 +165,7 @@ class Saver:
         return self._writer.last
 
     def last_words(self, step: int) -> str:
-        """What a run that has come to `step` has saved, for the closing table."""
+        """Describe for the closing table what a run that has reached `step` has saved."""
         reason, last = why_not_saved(self.config), self._writer.last
         if reason is not None or last is None:
             return f"none: {reason or 'nothing of the run is saved'}"
@@ -183,7 +183,7 @@ class Saver:
 
     @property
     def seconds(self) -> float:
-        """Duration of the last save that ended, from its beginning to the renamed folder."""
+        """Duration of the last save that ended, from its start to the rename of its folder."""
         return self._background.seconds
 
     def check(self) -> None:
@@ -199,7 +199,7 @@ class Saver:
             raise
 
     def complete(self) -> None:
-        """Wait for the save under way, and for its copy in the mirror; called at the end of the run."""
+        """Wait for the save under way and its copy in the mirror; called at the end of the run."""
         self.finish()
         if self.section.enable and self.section.mirror is not None:
             with watchdog.patiently("copying checkpoints to the mirror"):
@@ -212,7 +212,7 @@ class Saver:
             self._background.wait(LAST_WAIT_SECONDS)
 
     def close(self) -> None:
-        """Cancel what is still being written; a run that ended well has waited for it."""
+        """Cancel a save that is still being written; a run that ended well has already waited for it."""
         if self.mirror is not None:
             self.mirror.close()
         if self._background.busy:
@@ -227,7 +227,7 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _begin(self, position: RunPosition, last: bool, later: bool) -> Save:
-        """What the background thread is to write: copies if it writes `later`, else the state itself."""
+        """Prepare what the background thread is to write: copies if it writes `later`, else the state itself."""
         reach("staging", self.folder / f"step-{position.step}")
         dtype = DTYPES[self.section.export_dtype]
         hf_dtype = dtype if last and self.section.last_save_in_hf else None
@@ -262,7 +262,7 @@ class Saver:
         }
 
     def _adapter(self) -> dict[str, Any]:
-        """What a manifest says of frozen weights: beside what is trained (LoRA), or as a reference."""
+        """What a manifest records about frozen weights: those under an adapter (LoRA), or those of a reference."""
         how = self.model.adaptation
         if self.base is None:
             return {}

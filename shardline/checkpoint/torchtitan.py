@@ -1,14 +1,14 @@
-"""Reads TorchTitan's checkpoints, folders of torch.distributed.checkpoint, tensor by tensor.
+"""Reads TorchTitan's checkpoints, which are folders of torch.distributed.checkpoint, tensor by tensor.
 
     step-1000/.metadata        a Python pickle: which tensors there are, and which file holds which part of them
-    step-1000/__0_0.distcp     parts of tensors, one file or more for each rank that wrote
+    step-1000/__0_0.distcp     parts of tensors, one or more files for each rank that wrote
 
 A pickle can run any code while it is read, so it is read only if the user trusts the folder. The parts themselves are
-read by torch with `weights_only`. The format has no checksums: a flipped bit is not noticed. It does not record the
-architecture either, and shapes do not tell rope_theta or the number of heads: the config names the model.
+read by torch with `weights_only`. The format has no checksums, so a flipped bit goes unnoticed. It does not record the
+architecture either, and shapes reveal neither rope_theta nor the number of heads, so the config must name the model.
 
-Rotary embeddings of TorchTitan's Llama rotate neighbouring rows of wq and wk (2i with 2i + 1), ours and its Qwen3 those
-half a head apart (i with i + D/2); rows are put in our order on the way:
+The rotary embeddings of TorchTitan's Llama rotate neighbouring rows of wq and wk (2i with 2i + 1); ours and its Qwen3's
+rotate rows half a head apart (i with i + D/2). Rows are put in our order while they are read:
 
     theirs  a0 b0 a1 b1 a2 b2 ...      ours  a0 a1 a2 ... b0 b1 b2 ...
 
@@ -40,12 +40,12 @@ from shardline.storage.safetensors import LazyTensors, name_of_type
 from shardline.words import listed
 
 METADATA = ".metadata"
-# What a full checkpoint holds beside the model, and what models once saved of their rotary tables.
+# What a full checkpoint holds besides the model, and the rotary tables that models used to save.
 _NOT_WEIGHTS = re.compile(r"(optimizer|optim|lr_scheduler|dataloader|train_state|ft_dataloader)\b.*|.*freqs_cis")
 
 
 class _CachingReader(dcp.FileSystemReader):
-    """Reads the metadata once: every load asks for it anew, and it is large."""
+    """Reads the metadata only once: every load asks for it again, and it is large."""
 
     known: Metadata | None = None
 
@@ -56,7 +56,7 @@ class _CachingReader(dcp.FileSystemReader):
 
 
 class DCPTensors(LazyTensors):
-    """The weights in a folder by our names, each read when asked for; `arch` decides about the order of rows."""
+    """The weights in a folder by our names, each read when asked for; `arch` decides the order of rows."""
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self.folder, self.arch = folder, arch
@@ -84,19 +84,19 @@ class DCPTensors(LazyTensors):
         tensor = torch.empty(row.size, dtype=row.properties.dtype)
         try:
             dcp.load({key: tensor}, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:  # no Exception, but a BaseException
+        except CheckpointException as error:  # a BaseException, not an Exception
             causes = [f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()]
             raise UserError(f"{self.folder}: {key} cannot be read ({'; '.join(causes)})") from error
         return tensor
 
 
 def halves_from_pairs(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows (heads * D, ...) from pairs of neighbours that rotate together to pairs of i and i + D/2."""
+    """Reorder rows (heads * D, ...) so that rotated pairs are i and i + D/2 instead of neighbours."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def open_dcp(folder: Path, config: Config | None) -> DCPTensors:
-    """Open a folder that is trusted; its tensors must be those of the model that `config` names."""
+    """Open a trusted folder; its tensors must be those of the model that `config` names."""
     if config is None or not any(config.is_set(f"model.{key}") for key in ("name", "flavor")):
         raise UserError(
             f"{folder} does not record which model it is: name it with --model.name and --model.flavor (and"
@@ -108,7 +108,7 @@ def open_dcp(folder: Path, config: Config | None) -> DCPTensors:
         if not torch.equal(tensors.stored("output.weight"), tensors.stored("tok_embeddings.weight")):
             raise UserError(
                 f"{folder}: output.weight differs from tok_embeddings.weight, but the model ties them;"
-                " give --model.overrides.tie_word_embeddings=false to keep both"
+                " pass --model.overrides.tie_word_embeddings=false to keep both"
             )
         tensors.drop("output.weight")
     problems = shape_problems(tensors.shapes(), logical_shapes(arch))
@@ -118,7 +118,7 @@ def open_dcp(folder: Path, config: Config | None) -> DCPTensors:
 
 
 def _rows(folder: Path, reader: _CachingReader) -> dict[str, tuple[str, TensorStorageMetadata]]:
-    """The weights in the metadata: our name -> the name there, and what is known of the tensor."""
+    """The weights in the metadata: our name -> the name there, and the tensor's metadata."""
     try:
         every = dict(reader.read_metadata().state_dict_metadata)
     except (OSError, ValueError, TypeError, AttributeError, ImportError, EOFError, pickle.UnpicklingError) as error:
@@ -135,7 +135,7 @@ def _rows(folder: Path, reader: _CachingReader) -> dict[str, tuple[str, TensorSt
         _check_row(folder, key, row)
         rows[name] = (key, row)
     if strange:
-        raise UserError(f"{folder} holds what no model here has: {listed(strange, 3)}")
+        raise UserError(f"{folder} holds tensors that no supported model has: {listed(strange, 3)}")
     if not rows:
         raise UserError(
             f"{folder} holds no weights of a model (tok_embeddings.weight, layers.0.attention.wq.weight, ...)"
@@ -149,9 +149,9 @@ def _our_name(key: str) -> str:
 
 
 def _check_row(folder: Path, key: str, row: TensorStorageMetadata) -> None:
-    """Refuse a tensor of which parts are missing: their elements would be left uninitialised."""
+    """Refuse a tensor with missing parts: their elements would be left uninitialised."""
     held = sum(math.prod(chunk.sizes) for chunk in row.chunks)
     if held != math.prod(row.size):
         raise UserError(f"{folder}: {key} has {math.prod(row.size)} elements, its parts {held}: it was not saved whole")
     if name_of_type(row.properties.dtype) is None:
-        raise UserError(f"{folder}: {key} is {row.properties.dtype}, which is not read")
+        raise UserError(f"{folder}: {key} has type {row.properties.dtype}, which is not supported")

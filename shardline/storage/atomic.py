@@ -1,7 +1,7 @@
-"""Files that are replaced whole, so that a reader or a crash never sees a part, and files that are what they seem.
+"""Writes files atomically, so that no reader or crash ever sees half of one, and opens only regular files.
 
-Others may be able to write into a run's folder. What a run opens for writing is therefore never a symbolic link, and
-neither reading nor writing waits for the other end of a FIFO.
+Other users may be able to write into a run's folder. A run therefore never writes through a symbolic link, and neither
+reading nor writing waits for the other end of a FIFO.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 
 from shardline.errors import UserError
 
-OTHERS_WRITE = 0o022  # the bits that no file of a run has
+OTHERS_WRITE = 0o022  # the permission bits that no file of a run has
 
 
 def forbid_others_to_write() -> int:
-    """Leave group and others no right to write to files of this process from now on; returns the umask before."""
+    """Deny group and others write access to files that this process creates from now on; returns the old umask."""
     before = os.umask(OTHERS_WRITE)
     os.umask(before | OTHERS_WRITE)
     return before
 
 
 def plain_file(path: str, flags: int) -> int:
-    """The `opener` of `open` for a run's files: an OSError for all but regular files, and for links that are written.
+    """An `opener` for `open` that raises OSError for anything but a regular file, and for writing through a link.
 
-    A link that is read is followed: what it leads to may be a file on another disk.
+    Reading follows links: the file may be on another disk.
     """
     name, writes = os.path.basename(path), bool(flags & (os.O_WRONLY | os.O_RDWR))
     try:
@@ -50,7 +50,7 @@ def _not_a_file(name: str) -> OSError:
 
 
 def read_plain(path: Path) -> str:
-    """The text of a run's file; a `UserError` for one that is no file, other errors are left to the caller."""
+    """Return the text of a run's file; raises `UserError` if it is not a regular file, other errors as they are."""
     try:
         with open(path, encoding="utf-8", errors="replace", opener=plain_file) as file:
             return file.read()
@@ -61,7 +61,7 @@ def read_plain(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file with this text, which is on disk when this returns."""
+    """Replace `path` with a file of this text, durably: it is on disk when this returns."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable: they reach the disk with the folder that holds them."""
+    """Make renames in `folder` durable: they reach the disk only when the folder itself is synced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -27,7 +27,7 @@ class Damaged(UserError):
 
 
 class Problem(NamedTuple):
-    """What is wrong with a file. `start` and `end` delimit the bytes that fail; None if it is the whole file."""
+    """What is wrong with a file. `start` and `end` delimit the bytes that fail; None means the whole file."""
 
     file: str
     what: str
@@ -41,18 +41,18 @@ class Problem(NamedTuple):
 
 @functools.cache
 def helpers() -> ThreadPoolExecutor:
-    """Threads for checksums and reads, which do not hold Python's lock."""
+    """Threads for checksums and reads, which release the GIL."""
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="shardline-blocks")
 
 
 class BlockWriter:
-    """Writes a new file and computes its checksums, those of whole blocks in threads while the file is written."""
+    """Writes a new file and computes its checksums; threads compute those of whole blocks while the file is written."""
 
     def __init__(self, path: Path, block_bytes: int | None = None) -> None:
         self.file = open(path, "wb", opener=plain_file)  # noqa: SIM115
         self.block_bytes, self.size = block_bytes or BLOCK_BYTES, 0
         self._checksums: list[int] = []
-        self._begun = 0  # the checksum of the last block so far
+        self._begun = 0  # the checksum so far of the last, unfinished block
 
     def __enter__(self) -> BlockWriter:
         return self
@@ -61,7 +61,7 @@ class BlockWriter:
         self.file.close()
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; the memory is free again when this returns."""
+        """Append bytes; the caller may reuse their memory when this returns."""
         whole: list[Future[int]] = []
         while data:
             piece = data[: self.block_bytes - self.size % self.block_bytes]
@@ -92,7 +92,7 @@ class BlockWriter:
 
 
 def record_file(path: Path) -> dict[str, Any]:
-    """Record a file that something else wrote, and make it durable."""
+    """Compute the record of a file written elsewhere, and make the file durable."""
     with path.open("rb") as file:
         checksums = [zlib.crc32(block) for block in iter(functools.partial(file.read, BLOCK_BYTES), b"")]
         os.fsync(file.fileno())
@@ -100,7 +100,7 @@ def record_file(path: Path) -> dict[str, Any]:
 
 
 def check_size(file: Location, recorded: Record) -> Problem | None:
-    """Check what can be seen without reading: the file is there and has the size it was written with."""
+    """Check without reading that the file exists and has the size it was written with."""
     size = file.size()
     return Problem(str(file), "is missing") if size is None else _compare_sizes(file, recorded, size)
 
@@ -108,7 +108,7 @@ def check_size(file: Location, recorded: Record) -> Problem | None:
 def _compare_sizes(file: Location, recorded: Record, size: int) -> Problem | None:
     if size == recorded["size"]:
         return None
-    return Problem(str(file), f"has {size} bytes, {recorded['size']} were written: it is torn or was changed")
+    return Problem(str(file), f"has {size} bytes, but {recorded['size']} were written: it is torn or was changed")
 
 
 def check_block(file: Location | Path, recorded: Record, index: int, block: Any) -> None:
@@ -120,7 +120,7 @@ def check_block(file: Location | Path, recorded: Record, index: int, block: Any)
 
 
 def checked_blocks(file: Location, recorded: Record | None) -> Iterator[bytes]:
-    """Read a file block by block, each verified before it is yielded; without a record nothing is compared."""
+    """Yield a file block by block, each verified against the record if there is one."""
     size = 0
     for index, block in enumerate(file.blocks(BLOCK_BYTES if recorded is None else recorded["block_bytes"])):
         if recorded is not None and index < len(recorded["crc32"]):
@@ -133,7 +133,7 @@ def checked_blocks(file: Location, recorded: Record | None) -> Iterator[bytes]:
 
 
 def copy_file(source: Location, target: Location, recorded: Record | None, advance: Advance = int) -> int:
-    """Copy a file, each block verified if it is recorded; returns the number of bytes. A local copy is made durable."""
+    """Copy a file, verifying each block if there is a record; returns the size. A local copy is made durable."""
     size = 0
     with target.open("wb") as file:
         for block in checked_blocks(source, recorded):
@@ -147,7 +147,7 @@ def copy_file(source: Location, target: Location, recorded: Record | None, advan
 
 
 def find_damage(file: Location, recorded: Record, advance: Advance = int) -> list[Problem]:
-    """Read a whole file and name every range of bytes that fails; neighbouring blocks are one range."""
+    """Read a whole file and return every range of bytes that fails; neighbouring blocks form one range."""
     wrong = check_size(file, recorded)
     if wrong is not None:
         return [wrong]

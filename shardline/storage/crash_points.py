@@ -1,4 +1,4 @@
-"""The points of a save where a crash matters, for tests that crash there; without a listener nothing happens."""
+"""The points in a save at which tests simulate a crash; without a listener nothing happens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ POINTS = (
     "tensor-written",  # once per piece
     "shard-written",
     "shard-synced",
-    "shard-reported",  # rank 0 can know of the shard
-    "reports-complete",  # from here on rank 0 alone
+    "shard-reported",  # rank 0 may know of the shard
+    "reports-complete",  # from here on, only rank 0 acts
     "manifest-written",
     "before-rename",
     "renamed",
     "before-prune",
-    "removing",  # once per folder, which has another name by now
-    "pruned",  # the same
+    "removing",  # once per folder, which has been renamed by now
+    "pruned",  # once per folder
     "before-verdict",
 )
 

@@ -1,4 +1,4 @@
-"""A file or folder on this machine or at any fsspec URL (s3://, gs://, memory://, file://, ...), handled alike."""
+"""One interface to files and folders on this machine or at any fsspec URL (s3://, gs://, memory://, file://, ...)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardline.words import password_problem
 
 
 def is_url(text: str | Path) -> bool:
-    """Whether a path is a URL of fsspec: `s3://bucket/run`, `simplecache::s3://bucket/run`."""
+    """Whether a path is an fsspec URL: `s3://bucket/run`, `simplecache::s3://bucket/run`."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", str(text)) is not None
 
 
 @dataclass(frozen=True)
 class Location:
-    """A file or folder: a file system of fsspec and a path in it; `name` is what the user gave."""
+    """A file or folder: an fsspec file system and a path in it; `name` is what the user wrote."""
 
     fs: Any
     path: str
@@ -42,19 +42,19 @@ class Location:
         """The same place as a path, if it is on this machine."""
         from fsspec.implementations.local import LocalFileSystem
 
-        if type(self.fs) is not LocalFileSystem:  # one that is built on it may do more than read this machine's disk
+        if type(self.fs) is not LocalFileSystem:  # a subclass may do more than read the local disk
             return None
         return Path(self.path if is_url(self.name) else self.name)
 
     def names(self) -> list[str]:
-        """The names in this folder, sorted; [] if there is no folder. Never from a cache of fsspec's."""
+        """The names in this folder, sorted; [] if it does not exist. Never taken from an fsspec cache."""
         self.fs.invalidate_cache(self.path)
         try:
             rows = self.fs.ls(self.path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         found = {str(row).rstrip("/").rsplit("/", 1)[-1] for row in rows}
-        return sorted(found - {self.path.rstrip("/").rsplit("/", 1)[-1]})  # some list a folder, or a file, as itself
+        return sorted(found - {self.path.rstrip("/").rsplit("/", 1)[-1]})  # some list a folder, or a file, in itself
 
     def is_file(self) -> bool:
         return bool(self.fs.isfile(self.path))
@@ -63,7 +63,7 @@ class Location:
         return bool(self.fs.exists(self.path))
 
     def size(self) -> int | None:
-        """Bytes of a file, None if there is none."""
+        """The size of a file in bytes; None if there is no such file."""
         try:
             info = self.fs.info(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -71,7 +71,7 @@ class Location:
         return int(info["size"]) if info["type"] == "file" else None
 
     def written(self) -> datetime.datetime | None:
-        """When a file was last changed, in local time, if the file system knows."""
+        """When a file was last modified, in local time; None if the file system does not know."""
         try:
             changed: datetime.datetime = self.fs.modified(self.path)
         except NotImplementedError:
@@ -96,7 +96,7 @@ class Location:
         self.fs.makedirs(self.path, exist_ok=True)
 
     def remove(self) -> None:
-        """Remove a file, or a folder with what is in it, if it is there."""
+        """Remove a file, or a folder with its contents, if it exists."""
         try:
             info = self.fs.info(self.path)
         except FileNotFoundError:
@@ -106,7 +106,7 @@ class Location:
 
 
 def locate(where: str | Path) -> Location:
-    """Open a path or URL; one that holds a password, or that no installed file system understands, is refused."""
+    """Resolve a path or URL; a URL with a password, or one that no installed file system understands, is refused."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 

@@ -1,8 +1,8 @@
-"""What a checkpoint's manifest may hold, by types and ranges. Torch-free.
+"""The types and ranges that a checkpoint's manifest may hold. Torch-free.
 
-A checksum protects a manifest from flipped bits, not from whoever computes it again: what is read must not raise
-anything but `Damaged`, nor ask for memory that no file has. Pieces of tensors are compared with their tensor when it is
-read (`checkpoint/reader.py`): there may be millions of them.
+A checksum protects a manifest from flipped bits, but not from someone who recomputes it: reading one must not raise
+anything but `Damaged`, nor allocate memory that no file could fill. Pieces are compared with their tensor only when it
+is read (`checkpoint/reader.py`), because there may be millions of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardline.storage.safetensors import TYPES
 
 Whole = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
-MOST_SAMPLES = 2**24  # of a step
+MOST_SAMPLES = 2**24  # in one step
 FileName = Annotated[str, Field(pattern=r"^[^/\x00]+$", max_length=255)]
 
 
@@ -37,7 +37,7 @@ class FileRecord(Section):
 
 
 class TensorRecord(Section):
-    """A tensor; each piece is the number of its file, then where it starts and its size in each dimension."""
+    """A tensor; each piece is its file's number, then its start and then its size in every dimension."""
 
     dtype: Literal[*TYPES]  # type: ignore[valid-type]
     shape: list[Count] = Field(max_length=8)
@@ -56,15 +56,15 @@ class DataRecord(Section):
 
 
 class TrainerRecord(Section):
-    """How far a run is, and what it ran with."""
+    """How far a run has come, and what it ran with."""
 
     model_config = ConfigDict(extra="allow")
     step: Count | None = None
     samples: Count = 0
     tokens: Count = 0
     schedule_start: Whole = 0
-    lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of the last step
-    last_step: Count = 0  # at which the run was to end
+    lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # in the last step
+    last_step: Count = 0  # the step at which the run was to end
     validated: Count = 0
     best_validation: float | None = None
     worse_validations: Count = 0
@@ -84,14 +84,14 @@ class TrainerRecord(Section):
     def _check(self) -> TrainerRecord:
         batch = self.data.global_batch_size
         if 0 < self.samples < batch:
-            raise ValueError(f"{self.samples} samples were read, less than one batch of {batch}")
+            raise ValueError(f"{self.samples} samples were read, fewer than one batch of {batch}")
         if "lr" in self.model_fields_set and "last_step" not in self.model_fields_set:
             raise ValueError("last_step is missing")
         return self
 
 
 class ManifestRecord(Section):
-    """All of a manifest but its architecture, which has a type of its own."""
+    """Everything in a manifest except its architecture, which has a type of its own."""
 
     model_config = ConfigDict(extra="allow")
     step: Count
@@ -105,12 +105,12 @@ class ManifestRecord(Section):
     @model_validator(mode="after")
     def _check(self) -> ManifestRecord:
         if self.trainer.step not in (None, self.step):
-            raise ValueError(f"it is of step {self.step}, and its trainer at {self.trainer.step}")
+            raise ValueError(f"it is of step {self.step}, but its trainer is at {self.trainer.step}")
         return self
 
 
 def check_manifest(content: Mapping[str, Any]) -> None:
-    """Raise ValueError with the first field of a manifest that cannot be."""
+    """Raise a ValueError that names the first invalid field of a manifest."""
     try:
         ManifestRecord.model_validate(content)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Lines for the user, and how far a long reading is: a bar on a terminal, elsewhere a plain line now and then."""
+"""Lines for the user, and the progress of a long read: a bar on a terminal, elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 from shardline.words import for_stream, sized
 
 LINE_SECONDS = 10.0
-LEAST_BYTES = 1 << 30  # less is read without a line
+LEAST_BYTES = 1 << 30  # smaller reads show no progress
 log = logging.getLogger("shardline.data")
 
 
 def say(message: str) -> None:
-    """Log a line, or print it on stderr if no log is set up yet, as when data is prepared before a run."""
+    """Log a line, or print it to stderr if no log is set up yet, for example while data is prepared before a run."""
     if _has_log():
         log.info(message)
     else:
@@ -24,14 +24,14 @@ def say(message: str) -> None:
 
 
 def _has_log() -> bool:
-    """Whether lines are written anywhere. A log that is held in memory until the run has a folder would be too late."""
+    """Whether log lines appear at once; a log held in memory until the run has a folder would show them too late."""
     handlers = logging.getLogger("shardline").handlers
     is_held = any(isinstance(handler, logging.handlers.MemoryHandler) for handler in handlers)
     return log.hasHandlers() and log.isEnabledFor(logging.INFO) and not is_held
 
 
 class Progress:
-    """Counts what was read against `total` (None: not known), and the tokens that came of it if those are counted."""
+    """Counts what was read out of `total` (None: unknown) and, with `unit="tokens"`, the tokens made from it."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Safetensors files: their header, and tensors written one after the other with checksums.
+"""Safetensors files: reads their header, and writes tensors one after another with checksums.
 
     8 bytes: length of the header | header, JSON: name -> dtype, shape, data_offsets | bytes of the tensors
 
-Files are written by hand so that no second copy of the state exists while it is saved: each tensor goes to the host
-alone. Torch is imported only where tensors are handled, so that listing a checkpoint does not wait for it.
+This module writes files itself so that no second copy of the state exists during a save: tensors are copied to the host
+one at a time. Torch is imported only where tensors are handled, so that listing a checkpoint does not wait for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def torch_type(type_name: str) -> torch.dtype:
 
 
 def name_of_type(dtype: torch.dtype) -> str | None:
-    """`F32` for torch.float32; None for a type that is not stored."""
+    """The format's name of a type, `F32` for torch.float32; None for a type that cannot be stored."""
     return _NAMES.get(str(dtype).removeprefix("torch."))
 
 
@@ -66,13 +66,13 @@ class HeaderRow(NamedTuple):
 
 
 def read_header(read: Callable[[int, int], bytes | memoryview], size: int) -> dict[str, HeaderRow]:
-    """Parse the header of a file of `size` bytes, which `read(start, end)` reads; ValueError if it is none."""
+    """Parse the header of a file of `size` bytes, which `read(start, end)` reads; ValueError if it is invalid."""
     length = int.from_bytes(read(0, min(8, size)), "little")
     if not 2 <= length <= size - 8:
-        raise ValueError(f"its header would have {length} bytes, the file has {size}")
+        raise ValueError(f"its header would have {length} bytes, but the file has {size}")
     rows = parse_json(bytes(read(8, 8 + length)))
     if not isinstance(rows, dict):
-        raise ValueError("its header is no table of tensors")
+        raise ValueError("its header is not a table of tensors")
     header: dict[str, HeaderRow] = {}
     ranges: list[tuple[int, int]] = []
     for name, row in rows.items():
@@ -94,7 +94,7 @@ def read_header(read: Callable[[int, int], bytes | memoryview], size: int) -> di
 
 
 def _check_ranges(ranges: Sequence[tuple[int, int]], size: int) -> None:
-    """Every byte of the data belongs to one tensor; tensors that share bytes would load without a word."""
+    """Check that every byte of data belongs to one tensor: tensors that share bytes would load without an error."""
     end = 0
     for first, last in ranges:
         if first != end:
@@ -105,12 +105,12 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], size: int) -> None:
 
 
 def header_of(file: BinaryIO, size: int) -> dict[str, HeaderRow]:
-    """Read the header of a file that was just opened."""
+    """Read the header of a file that has just been opened."""
     return read_header(lambda start, end: file.read(end - start), size)
 
 
 class LazyTensors(Mapping[str, "torch.Tensor"]):
-    """Tensors by name, each read when it is asked for; `_rows` is what is known of each before."""
+    """Tensors by name, each read when it is asked for; `_rows` has what is known of each before it is read."""
 
     _rows: dict[str, Any]
 
@@ -119,11 +119,11 @@ class LazyTensors(Mapping[str, "torch.Tensor"]):
         """The type a tensor is stored in, without reading it."""
 
     def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a tensor; where it can be read alone, nothing else is."""
+        """A part of a tensor; subclasses that can read it alone do so."""
         return self[name][place]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows  # Mapping's own would read the tensor
+        return name in self._rows  # the method of Mapping would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -135,21 +135,21 @@ class LazyTensors(Mapping[str, "torch.Tensor"]):
 class Entry(NamedTuple):
     """A tensor to write. `read` is called when its turn comes, so that only one copy exists at a time.
 
-    It returns the tensor, or yields some of its rows at a time; what it yields may be overwritten by the next rows.
+    It returns the tensor, or yields some of its rows at a time; the next rows may overwrite those yielded before.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor | Iterable[torch.Tensor]]
-    read_part: Callable[[tuple[slice, ...]], torch.Tensor] | None = None  # without the rest, where that is possible
+    read_part: Callable[[tuple[slice, ...]], torch.Tensor] | None = None  # reads only a part, if possible
 
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, rows: slice) -> torch.Tensor:
-        """Some rows of a tensor that `read` returns whole."""
+        """Read some rows of a tensor that `read` returns whole."""
         if self.read_part is not None:
             return self.read_part((rows,))
         whole: Any = self.read()
@@ -167,15 +167,15 @@ def entries_from(tensors: LazyTensors, shapes: Mapping[str, tuple[int, ...]], pr
 
 
 def write_tensors(path: Path, entries: Sequence[Entry], convert: Converter | None = None) -> dict[str, Any]:
-    """Write `entries` in this order, make the file durable and return what a manifest records of it.
+    """Write `entries` in this order, make the file durable and return its record for the manifest.
 
-    Whoever writes several files gives a `Converter` for all of them, and calls its `warn` at the end.
+    A caller that writes several files passes one `Converter` for all of them, and calls its `warn` at the end.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
         if name_of_type(entry.dtype) is None:
-            raise UserError(f"{path}: {entry.name} is {entry.dtype}, a type that a checkpoint does not hold")
+            raise UserError(f"{path}: {entry.name} is {entry.dtype}, a type that a checkpoint cannot hold")
         row = {"dtype": name_of_type(entry.dtype), "shape": entry.shape, "data_offsets": [offset, offset + entry.bytes]}
         header[entry.name] = row
         offset += entry.bytes
@@ -198,7 +198,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], convert: Converter | Non
 
 
 def _write_entry(writer: BlockWriter, entry: Entry, convert: Converter) -> None:
-    """Write one tensor; this is a function so that nothing of the tensor is held when the next one is read."""
+    """Write one tensor; a function of its own, so that the tensor is freed before the next one is read."""
     import torch
 
     read, end = entry.read(), writer.size + entry.bytes
@@ -217,7 +217,7 @@ class Converter:
         self.overflowed: dict[str, None] = {}
 
     def __call__(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        self.seen.add(name)  # a large tensor may come some rows at a time
+        self.seen.add(name)  # a set: a large tensor may come some rows at a time
         out = tensor.to(dtype)
         if name_of_type(dtype) == "F16" and tensor.dtype != dtype and bool((out.isinf() & ~tensor.isinf()).any()):
             self.overflowed[name] = None
@@ -228,7 +228,7 @@ class Converter:
         if self.overflowed:
             log.warning(
                 "%d of %d tensors have values beyond float16's largest, 65504, which became inf: %s;"
-                " bfloat16 and float32 hold them",
+                " bfloat16 and float32 can hold them",
                 len(self.overflowed),
                 len(self.seen),
                 listed(list(self.overflowed), 3),

@@ -1,11 +1,11 @@
 """Steps of workers that do not wait for each other: take a ticket, pull weights, forward and backward, push gradients.
 
-    worker A   | ticket 0 | ticket 2 | ticket 3 |            each on the newest weights when it begins
+    worker A   | ticket 0 | ticket 2 | ticket 3 |            each uses the newest weights at its start
     worker B   | ticket 1            | ticket 4 ...
     weights      version 0  1 (of 0, 1)         2 (of 2, 3)
 
-A rank's loop counts the steps that the server has made, so all ranks have the same steps, whoever contributed. After
-steps that are validated or saved, and after the last, nothing of a later step is begun before all ranks have met there.
+A rank's loop counts the steps that the server has made, so all ranks count the same steps, whoever contributed. After a
+step that is validated or saved, and after the last, ranks synchronise before any of them starts a later step.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from shardline.run.stop import Request, no_requests, request_of
 if TYPE_CHECKING:
     from shardline.training.step import RequestNumbers, Stepper, StepResult
 
-AXIS = "workers"  # of comm_bytes
-MADE = -1  # in place of a ticket: the step that this rank waits for was made
+AXIS = "workers"  # the axis in comm_bytes
+MADE = -1  # instead of a ticket: the step that this rank waits for has been made
 
 
 class AsyncSteps:
-    """This rank's part of its worker, and of the parameter server."""
+    """This rank's part in its worker and in the parameter server."""
 
     def __init__(self, config: Config, mesh: Mesh, loader: Loader, stepper: Stepper) -> None:
         _refuse(config, stepper)
@@ -56,15 +56,15 @@ class AsyncSteps:
         self.tensors = [local(parameter.detach()) for parameter in self.parameters]
         self.shares = share_out([tensor.numel() for tensor in self.tensors], self.workers)
         self.inside = Inside(mesh.layout, mesh.worker)
-        self.ends: Callable[[int], bool] = lambda step: False  # all ranks meet after so many steps
-        self.tickets: Tickets | None = None  # of the worker's first rank
-        self.versions = [-1] * self.workers  # of what each worker's rank serves, in the model
+        self.ends: Callable[[int], bool] = lambda step: False  # whether all ranks synchronise after this step
+        self.tickets: Tickets | None = None  # only on the worker's first rank
+        self.versions = [-1] * self.workers  # of the weights in the model that each worker serves
         self._targets = torch.zeros(())
         self._pending = list(no_requests())
-        loader.take(None)  # a step reads nothing by itself: tickets do
+        loader.take(None)  # samples are read for tickets, not for steps
 
     def begin(self, step: int, samples: int) -> None:
-        """Serve the weights as they are now, those of all workers after so many steps and samples."""
+        """Start to serve the current weights, which all workers share after `step` steps and `samples` samples."""
         self.first_step, self.first_sample = step, samples
         served = [self.parameters[index] for index in self.shares[self.mesh.worker]]
         self.server = ParameterServer(self.stepper.optimizer, served, self.workers, self.section.async_lr_power, step)
@@ -79,21 +79,22 @@ class AsyncSteps:
             self.peers.close()
 
     def held(self) -> list[HeldTensor]:
-        """The optimizer's state of the tensors that this rank serves, as a checkpoint names it."""
+        """The optimizer state of the tensors that this rank serves, under its names in a checkpoint."""
         with self.server.as_of_model():
             return held_state(self.stepper.model, self.stepper.optimizer)
 
     def count(self, targets: Tensor) -> str:
-        """Keep this rank's targets, which the caller sums in place; returns the axis: the worker's ranks."""
+        """Remember this rank's targets, which the caller sums in place over the returned axis: the worker's ranks."""
         self._targets = targets
         return "fsdp"
 
     # ---- a step of the run -------------------------------------------------------------------------------------------
 
     def start(self, rate: Callable[[int], tuple[float, float | None]], ends: Callable[[int], bool]) -> None:
-        """Meet the other workers. Whoever is connected may bring all of a step, so nothing may be missing here by then.
+        """Connect to the other workers. A connected worker may send contributions at once, so this comes last.
 
-        `rate` gives learning rate and momentum of the step after so many; all ranks meet after steps that `ends` names.
+        `rate` returns the learning rate and momentum of the step after a number of steps; `ends` says after which steps
+        all ranks synchronise.
         """
 
         def give(step: int, share: float) -> float:
@@ -106,7 +107,7 @@ class AsyncSteps:
         self.peers = Peers(self.place, self.server, self.mesh.worker, shapes, len(self.stepper.passes.names))
 
     def step(self, number: int, requests: RequestNumbers) -> StepResult:
-        """Contribute until the step of this number is made."""
+        """Contribute until the step with this number has been made."""
         while (ticket := self._next(number, requests)) != MADE:
             self._contribute(ticket)
         self.server.wait(number)
@@ -131,7 +132,7 @@ class AsyncSteps:
         return StepResult(means[0], norm, made.lr, request, more)
 
     def _asked(self, number: int) -> Request:
-        """What was asked for with the tickets of a step: the same on all ranks."""
+        """Return the requests that came with the tickets of a step, the same on all ranks."""
         sums = list(no_requests())
         if self.tickets is not None:
             self.tickets.look()
@@ -139,7 +140,7 @@ class AsyncSteps:
         return request_of(self.inside.sum(sums))
 
     def _meet(self, number: int) -> None:
-        """All ranks have the weights of this step, and nobody is ahead."""
+        """Synchronise: all ranks get the weights of this step, and none runs ahead."""
         self._pull(number)
         if self.mesh.world_size > 1:
             collectives.sum_in_place(torch.zeros(1, device=self.mesh.device_type), "world")
@@ -147,7 +148,7 @@ class AsyncSteps:
     # ---- a ticket ----------------------------------------------------------------------------------------------------
 
     def _next(self, number: int, requests: RequestNumbers) -> int:
-        """The next ticket of this worker, MADE where the step needs none; all ranks of the worker call this."""
+        """Return the worker's next ticket, or MADE if the step needs none; all ranks of the worker call this."""
         asked = self.inside.sum(requests())
         self._pending = [a + b for a, b in zip(self._pending, asked, strict=True)] if asked else self._pending
         found = 0 if self.tickets is None else self._decide(self.tickets, number)
@@ -177,7 +178,7 @@ class AsyncSteps:
         return may_take(tickets.step, self.server.version, number - 1, self.section.async_staleness, ends)
 
     def _late(self, tickets: Tickets) -> int | None:
-        """A ticket of the step that all wait for, whose worker is late: it is made again here."""
+        """Take over the ticket of a late worker in the step that all wait for."""
         first = self.server.version * self.workers
         for ticket in range(first, min(first + self.workers, tickets.next)):
             if not tickets.is_through(ticket) and tickets.take_again(ticket):
@@ -185,7 +186,7 @@ class AsyncSteps:
         return None
 
     def _contribute(self, ticket: int) -> None:
-        """Gradients of the ticket's samples on the newest weights, to whoever serves them."""
+        """Compute gradients for the ticket's samples on the newest weights, and push them to the servers."""
         stepper, (step, slot) = self.stepper, divmod(ticket, self.workers)
         version = self._pull(step - self.section.async_staleness)
         first = self.first_sample + (step - self.first_step) * self.loader.global_batch_size
@@ -210,14 +211,14 @@ class AsyncSteps:
         return torch.zeros_like(self.tensors[index]) if gradient is None or not targets else local(gradient)
 
     def _counts(self, ticket: int) -> bool:
-        """Whether this worker is the first that is through; where late workers are waited for nobody else can be."""
+        """Whether this worker is the first to finish the ticket; always, if late workers are waited for."""
         if self.section.async_late == "wait":
             return True
         first = self.tickets is not None and self.tickets.is_first(ticket)
         return self.inside.sum([float(first)])[0] > 0
 
     def _nonfinite(self, ticket: int, totals: Sequence[float], norm: float) -> list[float]:
-        """Stop, or let the contribution count for nothing."""
+        """Stop, or give the contribution no weight."""
         text = f"step {ticket // self.workers + 1}, worker {self.mesh.worker}: loss {totals[0]}, gradient norm {norm}"
         if self.config.training.nonfinite == "stop":
             raise UserError(f'{text}. Lower optimizer.lr, or set training.nonfinite = "skip"')
@@ -225,7 +226,7 @@ class AsyncSteps:
 
     @torch.no_grad()
     def _pull(self, version: int) -> int:
-        """Bring the model to this version or a later one, the same on all of its worker's ranks; returns which."""
+        """Bring the model to this version or a later one, the same on all ranks of the worker; returns the version."""
         needed = max(version, self.first_step)
         behind = list(range(self.workers))
         while True:
@@ -240,7 +241,7 @@ class AsyncSteps:
 
 
 class Inside:
-    """The ranks of one worker, which make its contributions together; numbers travel over gloo, on the host."""
+    """The ranks of one worker, which make its contributions together and exchange numbers over gloo on the host."""
 
     def __init__(self, layout: Layout, worker: int) -> None:
         lists: list[list[int]] = [[] for _ in range(layout.dp_replicate)]
@@ -269,13 +270,13 @@ class Inside:
 
 
 def _refuse(config: Config, stepper: Stepper) -> None:
-    """What only a model, its optimizer or the machine tell."""
+    """Refuse what only the built model or its optimizer reveals."""
     mode = 'parallelism.data_parallel_mode = "async"'
     if stepper.model.arch.moe is not None:
         raise UserError(f"{mode}: mixtures of experts are not built yet; use sync or diloco")
     if stepper.frozen_rows.places:
         raise UserError(f"{mode}: weights that are trained in part are not built yet; use sync or diloco")
     if isinstance(stepper.optimizer, GPUAdam):
-        raise UserError(f'{mode}: set optimizer.implementation = "foreach"; the fused kernel steps on one stream')
+        raise UserError(f'{mode}: set optimizer.implementation = "foreach", since the fused kernel steps on one stream')
     if stepper.model.compute_dtype == torch.float16:
-        raise UserError(f"{mode}: float16 needs one scale of the loss for all workers; train in bfloat16")
+        raise UserError(f"{mode}: float16 needs one loss scale for all workers; train in bfloat16")

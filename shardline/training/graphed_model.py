@@ -1,11 +1,11 @@
-"""Forward and backward of a micro-batch as one CUDA graph: where kernels are short, launching them takes the time.
+"""Runs forward and backward of a micro-batch as one CUDA graph: if kernels are short, launching them dominates.
 
-    step 1     as it is: everything is compiled, chosen and allocated
-    step 2     the first micro-batch is recorded, which writes gradients, and the second, which adds to them
-    later      tokens, labels and scale are copied to where the recording reads them, and it is replayed
+    step 1     runs normally: everything is compiled, chosen and allocated
+    step 2     records the first micro-batch, which writes gradients, and the second, which adds to them
+    later      copies tokens, labels and scale to where the recording reads them, and replays it
 
-Nothing of Python runs in a replay. What it would do with each batch is refused by `check_cuda_graphs`, or done before a
-replay: narrow copies of weights are made again where torch has changed the weights (a loaded checkpoint, for instance).
+No Python code runs in a replay. What needs Python for each batch is refused by `check_cuda_graphs`, or done before a
+replay: narrow copies of weights are made again if torch has changed the weights (by loading a checkpoint, for example).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SECOND_STEP = 2
 
 class Recording(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    numbers: Tensor  # that the pass gives
-    held: Any  # what the kernels read, and the model may replace: tables of positions
+    numbers: Tensor  # the pass's result
+    held: Any  # position tables: the kernels read them, but the model may replace its own
 
 
 class GraphedModel(WholeModel):
@@ -45,8 +45,8 @@ class GraphedModel(WholeModel):
         self.applied = applied
         self.trained: list[nn.Parameter] = [one for one in model.parameters() if one.requires_grad]
         self.steps = 0
-        self.recordings: dict[bool, Recording] = {}  # of the first micro-batch of a step, and of another one
-        self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # which the recordings write
+        self.recordings: dict[bool, Recording] = {}  # by whether the micro-batch is the first of its step
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # the ones that the recordings write
 
     def forward_backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
         first = all(parameter.grad is None for parameter in self.trained)
@@ -66,12 +66,12 @@ class GraphedModel(WholeModel):
         return recording.numbers
 
     def _fill(self, batch: Batch, scale: Tensor) -> None:
-        """Put what differs between micro-batches where the recordings read it."""
+        """Copy what differs between micro-batches to where the recordings read it."""
         renew_copies(self.trained)
         for place, given in ((self.batch.tokens, batch.tokens), (self.batch.labels, batch.labels), (self.scale, scale)):
             if place.shape != given.shape:
                 raise UserError(
-                    f"compile.cuda_graphs: a batch of shape {tuple(given.shape)} comes after those of shape"
+                    f"compile.cuda_graphs: a batch of shape {tuple(given.shape)} follows batches of shape"
                     f" {tuple(place.shape)}; set compile.cuda_graphs = false"
                 )
             if place is not given:
@@ -81,7 +81,7 @@ class GraphedModel(WholeModel):
         graph = torch.cuda.CUDAGraph()
         held = self.model.tables_for(
             self.batch.tokens
-        )  # made before, where a validation of another length replaced them
+        )  # not inside the recording, even if a validation of another length has replaced them
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self.pool):
@@ -92,7 +92,7 @@ class GraphedModel(WholeModel):
         self.recordings[first] = Recording(graph, numbers, held)
         if first:
             self.gradients = list(self._written())
-            log.info("forward and backward are recorded as a CUDA graph, and replayed from now on")
+            log.info("forward and backward were recorded as a CUDA graph, which is replayed from now on")
         self.applied.cuda_graphs = len(self.recordings)
 
     def _written(self) -> Iterator[tuple[nn.Parameter, Tensor]]:

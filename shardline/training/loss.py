@@ -1,4 +1,4 @@
-"""Cross entropy of the output head, computed in chunks of tokens: the float32 logits never exist as a whole.
+"""Cross entropy of the output head, computed in chunks of tokens so that the float32 logits never exist as a whole.
 
 Shapes: B batch, S sequence, T = B * S tokens, C tokens of one chunk, V vocabulary.
 
@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, T = B * S tokens, C tokens of one chunk, V vocabula
 The gradients are computed in the forward pass, while a chunk's logits exist, so the head's product is not computed a
 second time; backward only multiplies them by the incoming gradient.
 
-Under tensor parallelism `Head` decides who has which tokens and which rows of the vocabulary:
+Under tensor parallelism, `Head` decides which rank has which tokens and which rows of the vocabulary:
 
     loss parallel            every rank has all tokens and its rows of the vocabulary, and the ranks share one softmax
     only sequence parallel   every rank has its own tokens and the whole vocabulary; the loss is a sum over ranks
@@ -36,8 +36,8 @@ from shardline.models.norms import cap_slope, capped
 from shardline.models.products.cpu_product import multiply, served
 from shardline.parallel.tensor.tensor import TensorParallel, vocabulary_rows
 
-# Logits of one chunk. Larger chunks read and write grad_weight less often, smaller ones hold less memory. On a GPU they
-# are at most a 64th of its memory.
+# Logits of one chunk. Larger chunks read and write grad_weight less often, smaller ones take less memory. On a GPU they
+# take at most a 64th of its memory.
 CHUNK_BYTES = {"cuda": 2**31, "cpu": 32 * 2**20}
 SMALLEST_CHUNK = 128
 # Eager elementwise work runs over slices of a chunk, so that its float32 copies stay this small: on a CPU they fit into
@@ -52,11 +52,11 @@ def count_targets(labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """The loss of a micro-batch. `share` is the part of a rank's loss that counts in the sum over all ranks."""
+    """The loss of a micro-batch. `share` is the fraction of a rank's loss that counts in the sum over all ranks."""
 
     tensor: TensorParallel | None
     chunk_tokens: int
-    backend: str | None  # of the compiler; None: eager
+    backend: str | None  # the compiler's backend; None: eager
 
     @property
     def share(self) -> float:
@@ -80,7 +80,7 @@ class Head:
 
     @torch.no_grad()
     def log_probabilities(self, model: Decoder, hidden: Tensor, labels: Tensor) -> Tensor:
-        """(B,) float32: the log-probability of each row's targets, of those that are on this rank's slices."""
+        """(B,) float32: the log-probability of each row's targets that are in this rank's slice of the sequence."""
         if model.gives_logits:
             return -logits_losses(hidden, labels).view(labels.shape).sum(1)
         hidden, options = self._prepared(model, hidden)
@@ -93,9 +93,9 @@ class Head:
 
     @torch.no_grad()
     def logits_at(self, model: Decoder, hidden: Tensor, places: Sequence[int]) -> Tensor:
-        """(B, V) float32: the logits after one token of each row; zero where another rank has them.
+        """(B, V) float32: the logits after one token of each row; zero if another rank has them.
 
-        `places` counts in the tokens of a row that this rank has; -1: the row's token is not among them.
+        `places` are indices among the tokens of a row that this rank has; -1: the token is not among them.
         """
         plan, logits = self.tensor, torch.zeros((len(places), model.arch.vocab_size), device=hidden.device)
         rows = [row for row, place in enumerate(places) if place >= 0]
@@ -126,18 +126,18 @@ class Head:
         return self.tensor is not None and self.tensor.sequence_parallel and not self.tensor.loss_parallel
 
     def _own(self, of_tokens: Tensor) -> Tensor:
-        """(T,): those numbers (B, S) whose tokens this rank computes the losses of."""
+        """(T,): the entries of `of_tokens` (B, S) for the tokens whose losses this rank computes."""
         flat = of_tokens.reshape(-1)
         return flat.chunk(collectives.axis("tp").size)[collectives.axis("tp").rank] if self._shares_tokens else flat
 
     def _prepared(self, model: Decoder, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """The hidden states (T, dim) that this rank multiplies, and how their losses are computed."""
+        """The hidden states (T, dim) that this rank multiplies, and the options for computing their losses."""
         plan, cap = self.tensor, model.arch.logit_cap
         hidden = hidden.reshape(-1, hidden.shape[-1])
         losses, chunk_tokens = None, self.chunk_tokens
         if plan is not None and plan.loss_parallel:
             hidden = collectives.all_gather(hidden, "tp") if plan.sequence_parallel else collectives.copy(hidden, "tp")
-            largest = len(vocabulary_rows(model.arch.vocab_size, plan.degree, 0))  # ranks add up the same chunks
+            largest = len(vocabulary_rows(model.arch.vocab_size, plan.degree, 0))  # all ranks must use the same chunks
             chunk_tokens = chunk_tokens or choose_chunk_tokens(hidden, largest)
             first = vocabulary_rows(model.arch.vocab_size, plan.degree, collectives.axis("tp").rank).start
             losses = _fused_losses(self.backend, first, cap)
@@ -145,7 +145,7 @@ class Head:
 
 
 def logits_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """(T,): -log p(label) of each target from whole logits (B, S, V), for models that change them at the end."""
+    """(T,): -log p(label) of each target from full logits (B, S, V), for models that change their logits at the end."""
     wide = logits.flatten(0, -2).to(_wide(logits.dtype))
     return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="none")
 
@@ -164,9 +164,9 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """scale * sum of -log p(label) over the targets: hidden (B, S, dim), weight (V, dim), labels (B, S), IGNORE = none.
 
-    Products run in hidden's dtype, the softmax and the sum of the weight's gradient over the chunks in float32.
-    `chunk_tokens` 0 is chosen from V. `backend` compiles the softmax; `losses` replaces the softmax over all of V.
-    Logits may have a soft `cap`, which `losses` must know by itself. `weights` (B, S) say how much each target counts.
+    Products run in hidden's dtype; the softmax and the sum of the weight's gradient over the chunks in float32. With
+    `chunk_tokens` 0, V determines the chunk size. `backend` compiles the softmax; `losses` replaces the one over all of
+    V. Logits may have a soft `cap`, which `losses` must apply itself. `weights` (B, S) weigh each target.
     """
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     how = _chosen(hidden, weight, labels, chunk_tokens, backend, losses, cap)
@@ -190,7 +190,7 @@ def chunked_losses(
     losses: Losses | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """(T,) -log p(label) of each target, 0 where there is none; the options are those of `chunked_cross_entropy`."""
+    """(T,): -log p(label) of each target, 0 for IGNORE; the options are those of `chunked_cross_entropy`."""
     how = _chosen(hidden, weight, labels, chunk_tokens, backend, losses, cap)
     return _walk(hidden, weight, labels, 1.0, *how, for_hidden=False, for_weight=False)[0]
 
@@ -204,7 +204,7 @@ def _chosen(
     losses: Losses | None,
     cap: float | None,
 ) -> tuple[int, Losses]:
-    """The size of chunks and the function that computes their losses."""
+    """Choose the chunk size and the function that computes the losses of a chunk."""
     if labels.shape[0] != hidden.shape[0]:
         raise ValueError(f"{labels.shape[0]} labels for {hidden.shape[0]} tokens of hidden states")
     if hidden.shape[0] == 0:
@@ -214,13 +214,13 @@ def _chosen(
 
 
 def _total(per_token: Tensor, scale: Tensor | float) -> Tensor:
-    """The sum of losses (T,) times the scale, or times the scale (T, 1) of each."""
+    """The sum of losses (T,) times the scale, which may be one number or (T, 1), one for each loss."""
     one_each = isinstance(scale, Tensor) and scale.ndim > 0
     return (per_token * scale.flatten()).sum() if one_each else per_token.sum() * scale  # type: ignore[union-attr]
 
 
 def choose_chunk_tokens(hidden: Tensor, vocabulary: int) -> int:
-    """Tokens per chunk, a multiple of 128: chunks are of nearly equal size, each about the byte limit of its device."""
+    """Choose tokens per chunk, a multiple of 128: chunks have nearly equal size, near the byte limit of the device."""
     tokens = hidden.shape[0]
     limit = CHUNK_BYTES[hidden.device.type]
     if hidden.is_cuda and torch.cuda.is_available():  # a dry run has no GPU
@@ -231,7 +231,7 @@ def choose_chunk_tokens(hidden: Tensor, vocabulary: int) -> int:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(T, dim), (V, dim), (T,) -> scalar; saves the two gradients themselves instead of what they depend on."""
+    """(T, dim), (V, dim), (T,) -> scalar; saves the two gradients themselves instead of their inputs."""
 
     @staticmethod
     def forward(
@@ -255,7 +255,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if getattr(grad_output, _IS_ONE, False):
             return (*ctx.saved_tensors, None, None, None, None)
-        # In place, because grad_weight can be gigabytes; not when the graph is kept for another backward.
+        # In place, because grad_weight can take gigabytes; but not if the graph is kept for another backward.
         multiply = torch.mul if _graph_is_kept() else Tensor.mul_
         gradients = [
             None if saved is None else multiply(saved, grad_output.to(saved.dtype)) for saved in ctx.saved_tensors
@@ -264,13 +264,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def run_backward(loss: Tensor) -> None:
-    """`loss.backward()`, without the pass in which a head's gradients, gigabytes of them, are multiplied by one."""
+    """Run `loss.backward()`, but skip multiplying a head's gradients, which can take gigabytes, by one."""
     one = torch.ones_like(loss)
     setattr(one, _IS_ONE, True)
     torch.autograd.backward(loss, one)
 
 
-_IS_ONE = "shardline_is_one"  # an attribute of the tensor that backward begins with
+_IS_ONE = "shardline_is_one"  # an attribute of the gradient tensor that starts backward
 
 
 def _walk(
@@ -284,9 +284,9 @@ def _walk(
     for_hidden: bool,
     for_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses (T,), and the requested gradients of their sum times `scale`, which may be (T, 1), one for each.
+    """Losses (T,), and the requested gradients of their sum times `scale`, which may be (T, 1), one for each loss.
 
-    The scale is applied to dlogits while they are float32: rounded to bfloat16 by itself it would bias every gradient.
+    The scale is applied to dlogits in float32: a scale rounded to bfloat16 would bias every gradient.
     """
     tokens = hidden.shape[0]
     head = weight.to(hidden.dtype)
@@ -309,13 +309,13 @@ def _walk(
     return per_token, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-# (logits (C, V), target (C,), scale) -> losses (C,); with a scale, scaled dlogits take the place of the logits.
+# (logits (C, V), target (C,), scale) -> losses (C,); with a scale, scaled dlogits overwrite the logits.
 # A scale is one number, or (C, 1), one for each row.
 Losses = Callable[[Tensor, Tensor, "Tensor | float | None"], Tensor]
 
 
 def _losses_on(device: torch.device, dtype: torch.dtype, backend: str | None, cap: float | None = None) -> Losses:
-    """Our kernel on a GPU, elsewhere the compiled form or the eager one."""
+    """Choose our kernel on a GPU, elsewhere the compiled or the eager form."""
     if device.type == "cuda" and dtype != torch.float64 and find_spec("triton"):
         return functools.partial(_kernel_losses, cap=cap)
     return functools.partial(_chunk_losses, cap=cap) if backend is None else _fused_losses(backend, cap=cap)
@@ -343,7 +343,7 @@ def _chunk_losses(logits: Tensor, target: Tensor, scale: Tensor | float | None, 
         log_p = torch.log_softmax(wide, 1, dtype=_wide(logits.dtype))  # (slice, V)
         loss = -log_p.gather(1, index)
         if scale is not None:
-            # p - 1 of the target without cancellation: rounding p first would lose it where p is near 1
+            # p - 1 of the target without cancellation: rounding p first would lose it if p is near 1
             here = scale[rows] if isinstance(scale, Tensor) and scale.ndim else scale
             change = log_p.exp_().scatter_(1, index, torch.expm1(-loss)).mul_(here)
             logits[rows] = change if cap is None else change.mul_(cap_slope(wide, cap))
@@ -357,7 +357,7 @@ def _capped_wide(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _statistics(logits: Tensor, target: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, log of the sum of exponentials below it, and loss of each row: (C, 1) each."""
+    """The maximum of each row, the log of its sum of exponentials relative to it, and the loss: (C, 1) each."""
     wide = _capped_wide(logits, cap)
     peak = wide.amax(1, keepdim=True)
     log_sum = (wide - peak).exp().sum(1, keepdim=True).log()
@@ -373,7 +373,7 @@ def _write_gradient(
     scale: Tensor,
     cap: float | None = None,
 ) -> None:
-    """Put scale * dlogits where the logits are; a target below 0 is in no column of this rank."""
+    """Overwrite the logits with scale * dlogits; a negative target is in no column of this rank."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     wide = _capped_wide(logits, cap)
     probability = (wide - peak - log_sum).exp()
@@ -383,9 +383,9 @@ def _write_gradient(
 
 @functools.cache
 def _fused_losses(backend: str | None, first: int | None = None, cap: float | None = None) -> Losses:
-    """The compiled form, in two functions: as one, the compiler writes dlogits elsewhere and copies them back.
+    """The compiled form, in two functions: from one, the compiler would write dlogits elsewhere and copy them back.
 
-    With `first`, logits are those of this rank's rows of the vocabulary from there on: two small all-reduces a chunk.
+    With `first`, logits are for this rank's rows of the vocabulary, from `first` on: two small all-reduces per chunk.
     """
     functions: list[Any] = [_statistics, _sums, _write_gradient]
     if backend is not None:
@@ -411,7 +411,7 @@ def _fused_losses(backend: str | None, first: int | None = None, cap: float | No
 
 
 def _sums(logits: Tensor, target: Tensor, peak: Tensor, cap: float | None = None) -> Tensor:
-    """(C, 2): the sum of exponentials below the peak, and the target's logit below it where this rank has it."""
+    """(C, 2): the sum of exponentials and the target's logit (if this rank has it), both relative to the peak."""
     wide = _capped_wide(logits, cap).to(peak.dtype) - peak
     index = target[:, None]
     picked = torch.where(index >= 0, wide.gather(1, index.clamp(min=0)), 0)
@@ -419,7 +419,7 @@ def _sums(logits: Tensor, target: Tensor, peak: Tensor, cap: float | None = None
 
 
 def _product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """x (a, b) times weight (c, b), in `out` (a, c)."""
+    """Write x (a, b) times the transpose of weight (c, b) to `out` (a, c)."""
     return out.copy_(multiply(x, weight)) if served(x) else torch.mm(x, weight.T, out=out)
 
 
@@ -438,7 +438,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) -> None
 
 
 def _graph_is_kept() -> bool:
-    """Whether the current backward was called with retain_graph: a private query of torch."""
+    """Whether the current backward was called with retain_graph, from a private function of torch."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 

@@ -1,8 +1,8 @@
-"""The softmax of the loss as one Triton kernel: a row of logits is read twice, the second time from the cache.
+"""The softmax of the loss as one Triton kernel, which reads each row of logits twice, the second time from the cache.
 
 logits (C, V), target (C,)  ->  losses (C,), and scale * dlogits in place of the logits
 
-With WEIGHTED, every row has a scale of its own. With CAPPED, the softmax is that of cap * tanh(logits / cap).
+With WEIGHTED, every row has a scale of its own. With CAPPED, the softmax is taken of cap * tanh(logits / cap).
 """
 # mypy: ignore-errors
 
@@ -17,7 +17,7 @@ WARPS = 8
 
 @triton.jit
 def capped(x, cap, CAPPED: tl.constexpr):
-    """cap * tanh(x / cap) by the logistic function, which Triton has."""
+    """cap * tanh(x / cap), written with the logistic function, since Triton has no tanh."""
     return cap * (2 * tl.sigmoid(2 * x / cap) - 1) if CAPPED else x
 
 
@@ -34,8 +34,8 @@ def loss_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, in float32. The target's exponential is left out of `rest`: where its probability p is near 1,
-    p - 1 = -rest / total has all its digits.
+    """Compute one row in float32. `rest` excludes the target's exponential: if its probability p is near 1,
+    p - 1 = -rest / total keeps all its digits.
     """
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * width
@@ -56,7 +56,7 @@ def loss_kernel(
     if GRADIENT:
         factor = tl.load(scale + row) if WEIGHTED else tl.load(scale)
         share = factor / total
-        for back in range(0, width, BLOCK):  # from the end: what was read last is still in the cache
+        for back in range(0, width, BLOCK):  # backwards: what was read last is still in the cache
             columns = (tl.cdiv(width, BLOCK) - 1) * BLOCK - back + tl.arange(0, BLOCK)
             x = capped(tl.load(here + columns, mask=columns < width, other=0).to(tl.float32), cap, CAPPED)
             of_x = tl.where(columns == chosen, -rest * share, tl.exp(x - peak) * share)

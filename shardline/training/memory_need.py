@@ -1,6 +1,6 @@
-"""The memory that training needs on one rank: exact for weights and optimizer state, else what the planner expects.
+"""The memory that training needs on one rank: exact for weights and optimizer state, the rest from the planner.
 
-`plan/memory.py` knows which moment of a step is the fullest, and what gradients, activations and buffers then take.
+`plan/memory.py` finds the moment of peak memory in a step, and the size of gradients, activations and buffers then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardline.words import roughly
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes by purpose when a step is at its fullest; None: not known. `peak` is that of the fullest pipeline rank."""
+    """Bytes by purpose at a step's peak; None: unknown. `peak` is that of the pipeline rank that needs the most."""
 
     weights: int
     gradients: int
@@ -50,14 +50,14 @@ class MemoryNeed:
 def memory_need(
     model: Decoder, config: Config, layout: Layout, precision: Precision, device_type: str, planned: Memory | None
 ) -> MemoryNeed:
-    """What this rank needs, from a model that may be on the meta device."""
+    """Compute what this rank needs from a model that may be on the meta device."""
     held = [(name, parameter, local(parameter)) for name, parameter in model.named_parameters()]
     weights = sum(shard.numel() * shard.element_size() for _, _, shard in held)
     trained = [(name, whole, shard) for name, whole, shard in held if whole.requires_grad]
     state = sum(state_bytes(config, name, shard.shape, whole.shape, precision) for name, whole, shard in trained)
     if reference_kind(config, model.adaptation) == "copy":
         weights += sum(shard.numel() for name, _, shard in held if not is_low_rank(name)) * precision.compute.itemsize
-    if config.training.enable_cpu_offload and device_type == "cuda":  # they are in host memory
+    if config.training.enable_cpu_offload and device_type == "cuda":  # both are in host memory
         weights = state = 0
     known = state if config.optimizer.name in MOMENTS else None
     if planned is None:
@@ -69,7 +69,7 @@ def memory_need(
 
 
 def state_bytes(config: Config, name: str, shard: Sequence[int], whole: Sequence[int], precision: Precision) -> int:
-    """The bytes of what a built-in optimizer keeps of one parameter's shard."""
+    """The bytes of state that a built-in optimizer keeps for one parameter's shard."""
     section, elements, wide = config.optimizer, math.prod(shard), precision.storage
     if section.name == "Muon" and is_block_matrix(name, shard):
         return elements * wide.itemsize
@@ -82,7 +82,7 @@ def state_bytes(config: Config, name: str, shard: Sequence[int], whole: Sequence
 
 
 def save_bytes(model: Decoder, config: Config, precision: Precision) -> int:
-    """About the bytes of a save: the weights that a checkpoint holds, and the optimizer's state, of all ranks once."""
+    """Estimate the bytes of a save: saved weights and optimizer state, each shard counted once over all ranks."""
     trained = [(name, whole) for name, whole in model.named_parameters() if whole.requires_grad]
     here = sum(whole.numel() for _, whole in trained)
     state = sum(state_bytes(config, name, whole.shape, whole.shape, precision) for name, whole in trained)

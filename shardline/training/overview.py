@@ -1,4 +1,4 @@
-"""What a person checks before the first step: a table of the run, and notes on what is easily taken for granted."""
+"""What a user checks before the first step: a table that describes the run, and notes on what is easily overlooked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LORA = "1e-4 to 2e-4"  # QLoRA (2305.14314)
 
 
 def overview(run: Setup) -> TableRows:
-    """Label and value of each row. The model is built, its parameters may be on the meta device."""
+    """Return the label and value of each row. The model is built, but its parameters may be on the meta device."""
     config, layout, precision = run.config, run.layout, run.precision
     kernel = attention_words(config, run.arch, run.device, precision.compute, otherwise=run.kernel)
     need = _need(run)
@@ -89,7 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def _trained(run: Setup) -> str:
-    """How much of the model is trained, where something is frozen."""
+    """How much of the model is trained, if something is frozen."""
     own = parameter_count(run.arch)
     if run.model.adaptation is None:
         count = own - sum(math.prod(logical_shapes(run.arch)[name]) for name in run.model.frozen)
@@ -151,7 +151,7 @@ def _source(config: Config, section: str, loader: Loader) -> str:
 
 
 def _files(config: Config, section: str) -> int | None:
-    """The number of text files that were read; None where the data is of another kind."""
+    """The number of text files that were read; None for other kinds of data."""
     settings = getattr(config, section)
     if settings.dataset_path is None or is_store(settings.dataset_path):
         return None
@@ -187,7 +187,7 @@ def _schedule(config: Config, steps: int, batch: int) -> str:
 
 
 def _memory(run: Setup, need: MemoryNeed) -> str:
-    """Expected against available; on a CPU both count what this process holds already."""
+    """Expected against available memory; on a CPU both include what this process already uses."""
     held, free = _in_use(run), _free(run)
     of = "" if free is None else f" of {roughly(held + free)}"
     whose = " on the fullest rank; rank 0" if run.layout.pp > 1 else ""
@@ -225,13 +225,13 @@ def _checkpoints(run: Setup) -> str:
 
 
 def overview_notes(run: Setup) -> Iterator[str]:
-    """Lines about the batch of several ranks, and a learning rate that nobody gave."""
+    """Lines about how several ranks change the batch, and about a learning rate that was not set."""
     config, ranks = run.config, run.layout.data_ranks
     alone, together = (global_batch(config.training, number) for number in (1, ranks))
     if together != alone and not run.folder.resume:
         local = config.training.local_batch_size
         remedy = f"; training.local_batch_size = {local // ranks} keeps it" if local % ranks == 0 else ""
-        yield f"{ranks} data ranks make the batch {ranks} times that of one process, {together} for {alone}{remedy}"
+        yield f"{ranks} data ranks make the batch {ranks} times that of one process: {together}, not {alone}{remedy}"
     if not config.is_set("optimizer.lr"):
         yield (
             f"no learning rate was given: optimizer.lr = {config.optimizer.lr:g} is the default; usual for"
@@ -240,7 +240,7 @@ def overview_notes(run: Setup) -> Iterator[str]:
 
 
 def usual_rate(config: Config, parameters: int) -> str:
-    """For what kind of run, and which rate."""
+    """The kind of run, and the learning rate that is usual for it."""
     if config.lora.enable:
         return f"LoRA: {LORA}"
     if config.checkpoint.initial_load_in_hf or config.checkpoint.initial_load_path is not None:
@@ -249,7 +249,7 @@ def usual_rate(config: Config, parameters: int) -> str:
 
 
 def overview_warnings(run: Setup) -> Iterator[str]:
-    """Lines about what will most likely be regretted."""
+    """Lines about what the user will most likely regret."""
     config, free, need = run.config, _free(run), _need(run).peak
     if free is not None and need > free:
         changes = () if run.verdict is None else run.verdict.changes
@@ -266,4 +266,4 @@ def overview_warnings(run: Setup) -> Iterator[str]:
         )
     generated = config.training.dataset == "demo" and config.training.dataset_path is None and not config.data.sources
     if not config.checkpoint.enable and not generated:
-        yield "nothing of this run will be saved: checkpoint.enable is false (--checkpoint.enable saves)"
+        yield "this run will not be saved: checkpoint.enable is false (--checkpoint.enable saves it)"

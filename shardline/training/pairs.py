@@ -1,13 +1,13 @@
 """Direct preference optimization: the passes of a model that learns to prefer the better answer of each pair.
 
-    rows of a batch     | better 0 | worse 0 | better 1 | worse 1 | ...      a pair is never cut up
+    rows of a batch     | better 0 | worse 0 | better 1 | worse 1 | ...      a pair is never split
     log p of each row   policy (B, 2), reference (B, 2)                      sums over the answer's tokens
-    difference          (policy - reference) of the better answer, less that of the worse one
+    difference          (policy - reference) of the better answer, minus that of the worse one
 
     1. the reference's hidden states and log p, without gradients
     2. the policy's hidden states, with their graph, and log p from the head, without gradients
-    3. the loss of each pair and its gradient by the two log p: a number for each row
-    4. the head once more, by which each row's tokens count, and backward
+    3. the loss of each pair and its gradient with respect to the two log p: a number for each row
+    4. the head once more, with each row's tokens weighted by that number, and backward
 
 The head's float32 logits never exist as a whole, in either pass. The loss is a mean over the pairs of the global batch.
 """
@@ -33,7 +33,7 @@ from shardline.parallel.data.fsdp import free_gathered
 from shardline.training.loss import Head
 from shardline.training.whole_model import WholeModel
 
-# name -> loss of each pair (B,) by the difference of its log-probability ratios, beta and label smoothing
+# name -> loss of each pair (B,), from the difference of its log-probability ratios, beta and label smoothing
 LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "sigmoid": lambda x, beta, swapped: -(1 - swapped) * F.logsigmoid(beta * x) - swapped * F.logsigmoid(-beta * x),
     "robust": lambda x, beta, swapped: (
@@ -45,18 +45,18 @@ LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 
 
 class Reference(NamedTuple):
-    """What gives the reference's log-probabilities: LoRA's frozen weights, a `copy` of the model, or nothing."""
+    """The source of the reference's log-probabilities: LoRA's frozen weights, a `copy` of the model, or none."""
 
     kind: str  # "base", "copy" or "none"
     copy: Decoder | None = None
 
 
 def reference_kind(config: Config, how: Adaptation | None) -> str | None:
-    """Which reference a run has that trains a part of the model as `how` says; None: its objective needs none."""
+    """The kind of reference for a run that trains the model as `how` says; None if its objective needs none."""
     if config.training.objective != "dpo":
         return None
     asked = config.dpo.reference
-    if asked == "base" and how is not None and how.changes_model:  # an adapter that was given may do so
+    if asked == "base" and how is not None and how.changes_model:  # an adapter loaded by the user may do so
         what = how.saved[0] if how.saved else "each bias of lora.bias"
         raise ConfigError(f"dpo.reference = 'base': {what} is trained whole, and changes; set it to 'copy'")
     if asked != "auto":
@@ -65,15 +65,15 @@ def reference_kind(config: Config, how: Adaptation | None) -> str | None:
 
 
 def pair_losses(policy: Tensor, reference: Tensor, tokens: Tensor, section: Dpo) -> Tensor:
-    """(B,): the loss of each pair, from log-probabilities (B, 2) and numbers of `tokens` (B, 2) of its answers."""
+    """(B,): the loss of each pair, from its answers' log-probabilities (B, 2) and numbers of `tokens` (B, 2)."""
     ratios = policy - reference
-    if section.loss == "ipo":  # a mean over tokens: the target of the square is one number whatever the length
+    if section.loss == "ipo":  # a mean over tokens, so that the target of the square does not depend on the length
         ratios = ratios / tokens.clamp(min=1)
     return LOSSES[section.loss](ratios[:, 0] - ratios[:, 1], section.beta, section.label_smoothing)
 
 
 class PairedModel(WholeModel):
-    """A pass gives the loss, the reward margin and the share of pairs whose better answer has the higher reward."""
+    """Its passes return loss, reward margin and the share of pairs whose better answer has the higher reward."""
 
     names = ("loss", "reward_margin", "reward_accuracy")
 
@@ -84,11 +84,11 @@ class PairedModel(WholeModel):
 
     @property
     def share(self) -> float:
-        """Ranks that share sequences or layers have the numbers of the same pairs."""
+        """Context- and tensor-parallel ranks all have the numbers of the same pairs."""
         return 1.0 / (self.cp * self.tp)
 
     def count(self, batch: Batch) -> Tensor:
-        """Pairs, of which each of the ranks that share them counts its part."""
+        """The number of pairs, divided by the number of context-parallel ranks that share them."""
         return _real(batch).sum() / self.cp
 
     def _loss(self, batch: Batch, scale: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class PairedModel(WholeModel):
 
     @torch.no_grad()
     def _reference(self, batch: Batch) -> Tensor:
-        """(2B,): log-probabilities of the rows, of this rank's slices of them."""
+        """(2B,): the reference's log-probability of each row, over this rank's slice of it."""
         if self.reference.kind == "none":
             return torch.zeros(len(batch.tokens), device=batch.tokens.device)
         model = self.reference.copy or self.model

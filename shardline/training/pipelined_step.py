@@ -1,4 +1,4 @@
-"""The passes of a model that is cut into pipeline stages; its methods are those of `WholeModel`."""
+"""The passes of a model that is split into pipeline stages, with the methods of `WholeModel`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PipelinedModel:
         self, config: Config, model: Decoder, mesh: Mesh, plan: PipelinePlan, head: Head, device: torch.device
     ) -> None:
         self.plan, self.model, self.head = plan, model, head
-        self.batches_at_once = mesh.layout.pp  # of a validation: ranks work on as many at a time
+        self.batches_at_once = mesh.layout.pp  # during validation: one for each pipeline rank
         self.rank = mesh.coordinates["pp"]
         self.stages = {index: plan.stages[index] for index in plan.schedule.stages_of(self.rank)}
         users = stage_users(model, self.stages)
@@ -35,7 +35,7 @@ class PipelinedModel:
         self.pipeline = Pipeline(plan, device, self._describe)
 
     def _describe(self, tokens: Tensor) -> tuple[Sequence[int], torch.dtype]:
-        """Shape and type of the residual stream: (B, S, dim), or flat rows where tensor-parallel ranks share them."""
+        """Shape and type of the residual stream: (B, S, dim), or flat rows under tensor parallelism."""
         arch, tensor = self.model.arch, self.head.tensor
         dtype = self.model.compute_dtype or torch.get_default_dtype()
         if tensor is None:
@@ -54,7 +54,7 @@ class PipelinedModel:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
-        """Run the schedule once and return this rank's part of the loss; `last` of a step, it also sums gradients."""
+        """Run the schedule once and return this rank's part of the loss; the `last` call of a step sums gradients."""
 
         def forward(micro_batch: MicroBatch, x: Tensor | None, stage: Stage) -> Tensor:
             return self._forward(micro_batch, x, stage, scale)
@@ -86,7 +86,7 @@ class PipelinedModel:
 
     @property
     def on_two_stages(self) -> frozenset[nn.Parameter]:
-        """The embedding, where it is tied to the output on another rank: one parameter with two holders."""
+        """The embedding if it is tied to the output on another rank: two ranks then hold the same parameter."""
         first, last = self.plan.ends
         if not self.model.arch.tie_word_embeddings or first == last or self.rank not in (first, last):
             return frozenset()
@@ -94,7 +94,7 @@ class PipelinedModel:
         return frozenset({self.model.tok_embeddings.weight})
 
     def sum_tied(self) -> None:
-        """Add up the two holders' gradients; the sum of two numbers is the same bits in either order."""
+        """Add up the gradients of the two ranks that hold it; a sum of two has the same bits in either order."""
         first, last = self.plan.ends
         for parameter in self.on_two_stages:
             if parameter.grad is not None:
@@ -105,7 +105,7 @@ class PipelinedModel:
     # ---- validation --------------------------------------------------------------------------------------------------
 
     def losses(self, batches: Sequence[Batch]) -> Tensor:
-        """The sum of the token losses of some batches, without backward; 0 where the last stage is elsewhere."""
+        """Sum the token losses of some batches without backward; 0 if another rank has the last stage."""
 
         def forward(micro_batch: MicroBatch, x: Tensor | None, stage: Stage) -> Tensor:
             return self._forward(micro_batch, x, stage, 1.0)
@@ -113,7 +113,7 @@ class PipelinedModel:
         return self.pipeline.losses([MicroBatch(b.tokens, b.labels, b.documents) for b in batches], forward)
 
     def logits_at(self, batch: Batch, places: Sequence[int]) -> Tensor:
-        """(B, V): the logits after one token of each row, as `Head.logits_at` has them; 0 without the last stage."""
+        """(B, V): the logits after one token of each row, as in `Head.logits_at`; 0 without the last stage."""
         logits = torch.zeros((len(places), self.model.arch.vocab_size), device=batch.tokens.device)
         parts = iter(zip(logits.split(size := self.plan.microbatch_size), range(0, len(places), size), strict=True))
 

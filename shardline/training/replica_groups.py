@@ -1,4 +1,4 @@
-"""What a run of a replica group needs besides the groups themselves: its global batch, and what must be the same."""
+"""What a replica group's run needs besides the groups themselves: its global batch, and settings that must agree."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardline.optim.state import optimizer_state
 from shardline.parallel.replicas.groups import ReplicaGroups
 from shardline.parallel.replicas.lighthouse import import_coordination
 
-# Sections on which the numbers of a run depend.
+# Sections that affect a run's results.
 SECTIONS = ("model", "optimizer", "lr_scheduler", "parallelism", "data", "lora", "quantize")
 KEYS = "seq_len local_batch_size max_norm steps epochs dataset dataset_path dtype mixed_precision_param objective"
 
 
 def for_groups(config: Config, layout: Layout, arch: Architecture) -> Config:
-    """The config with its global batch, that of all groups together, as a number."""
+    """Return the config with the global batch of all groups together as a number."""
     import_coordination()
     if arch.moe is not None:
         raise UserError("fault_tolerance.enable: replica groups of a mixture of experts are not built yet")
@@ -36,15 +36,15 @@ def for_groups(config: Config, layout: Layout, arch: Architecture) -> Config:
         return config
     if groups == 0:
         raise UserError(
-            "fault_tolerance.group_size = 0: the global batch is that of all replica groups, and stays so when some are"
-            " gone: give their number, or training.global_batch_size"
+            "fault_tolerance.group_size = 0: the global batch covers all replica groups, even while some are gone; set"
+            " their number, or training.global_batch_size"
         )
     size = groups * global_batch(training, layout.data_ranks)
     return config.replace({"training.global_batch_size": size, "training.gradient_accumulation_steps": None})
 
 
 def join_groups(config: Config, mesh: Mesh, model: Decoder, optimizer: torch.optim.Optimizer) -> ReplicaGroups:
-    """This rank's view of the groups; they meet before the first step."""
+    """Return this rank's view of the groups; they connect before the first step."""
 
     def state() -> Mapping[str, Tensor]:
         """All tensors that a step changes, in the same order in all groups."""
@@ -55,7 +55,7 @@ def join_groups(config: Config, mesh: Mesh, model: Decoder, optimizer: torch.opt
 
 
 def _same(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """What must be equal in all groups: some keys by their values, sections by a checksum."""
+    """What must be equal in all groups: the values of some keys, and checksums of sections."""
     training = {f"training.{name}": str(getattr(config.training, name, None)) for name in KEYS.split()}
     return {
         "training.global_batch_size": config.training.global_batch_size,

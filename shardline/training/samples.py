@@ -1,12 +1,12 @@
-"""Samples: what the model makes of given prompts while it trains, on every layout.
+"""Samples: continues given prompts while the model trains, on every layout.
 
-Each new token is one forward pass of a batch of the training's own shape, by the way that validation takes too: no
-cache of keys and values, nothing compiled for other lengths.
+Each new token takes one forward pass of a batch of the training shape, on the same path as validation: no KV cache, and
+nothing compiled for other lengths.
 
-    row        | prompt | new tokens | 0 0 0 ... 0 |    S tokens; causal attention does not look at what comes later
-                             ^ the logits after this token, on the rank that has them: of pp the last stage, of cp the
-                               rank with the position, of tp each its rows of the vocabulary
-    all ranks  add up logits that are zero elsewhere; rank 0 chooses, and tells the others
+    row        | prompt | new tokens | 0 0 0 ... 0 |    S tokens; causal attention does not see what comes later
+                             ^ the logits after this token are on the last pp stage, on the cp rank with this position,
+                               and on every tp rank for its rows of the vocabulary
+    all ranks  add up the logits, which are zero elsewhere; rank 0 chooses the token and sends it to the others
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENDED, NOT_FINITE = -1, -2  # instead of a token
 
 
 class Prompt:
-    """One text that is continued: its tokens so far, and the generator of its draws."""
+    """One text to continue: its tokens so far, and the random generator that draws the next ones."""
 
     def __init__(self, text: str, tokens: Sequence[int], seed: int) -> None:
         self.text, self.tokens, self.first = text, list(tokens), len(tokens)
@@ -51,7 +51,7 @@ class Prompt:
 
 
 class PromptSampler:
-    """Samples after the first step, the last one and every `generation.freq` steps, where there are prompts."""
+    """Samples after the first step, the last one and every `generation.freq` steps, if there are prompts."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class PromptSampler:
         return bool(self.section.prompts) and (step in (1, self.last_step) or step % self.section.freq == 0)
 
     def run_if_due(self, step: int, request: Request) -> Request:
-        """Sample where it is time to; returns `request` with what ranks were asked for meanwhile."""
+        """Sample if it is time to; returns `request` with the requests made to any rank meanwhile."""
         if not self.is_due(step) or request.stop is not None:
             return request
         with self.telemetry.paused("sampling"), self.stepper.global_weights():
             began = time.perf_counter()
             prompts, request = self._continued(request)
             if request.stop is not None:
-                log.info("step %d: stopping, samples are left out", step)
+                log.info("step %d: stopping, samples are skipped", step)
             elif prompts is None:
-                log.warning("step %d: no samples, the model gives logits that are not finite", step)
+                log.warning("step %d: no samples, because the model's logits are not finite", step)
             else:
                 self.telemetry.log_samples(step, self._described(prompts), time.perf_counter() - began)
         return request
@@ -97,7 +97,7 @@ class PromptSampler:
 
     @torch.no_grad()
     def _continued(self, request: Request) -> tuple[list[Prompt] | None, Request]:
-        """All prompts with their new tokens; None where logits are not finite. Every rank calls this."""
+        """Return all prompts with their new tokens, or None if logits are not finite. Every rank calls this."""
         section, model = self.section, self.stepper.model
         prompts = [Prompt(text, prompt_tokens(self.tokenizer, text), section.seed) for text in section.prompts]
         self.stepper.float8_gather.prepare()
@@ -116,7 +116,7 @@ class PromptSampler:
         return prompts if finite else None, request
 
     def _add_tokens(self, prompts: Sequence[Prompt]) -> bool:
-        """Add a token to each prompt that has not ended, the same on all ranks; False: logits were not finite."""
+        """Add a token to each prompt that has not ended, the same on all ranks; returns whether logits were finite."""
         logits = self._logits(prompts)
         chosen = torch.zeros(len(prompts), dtype=torch.float64, device=self.device)  # holds any token exactly
         if self.mesh.rank == 0:
@@ -141,13 +141,13 @@ class PromptSampler:
         return choose(logits, self.section.temperature, self.section.top_k, None, prompt.generator)
 
     def _ends(self) -> list[int]:
-        """The tokens that end a text; the run's own tokenizer is written when its folder is."""
+        """The tokens that end a text, read late: the run's own tokenizer is written together with its folder."""
         if self.ends is None:
             self.ends = self.mesh.from_rank_0(lambda: end_tokens(self.tokenizer, tokenizer_of_run(self.config)))
         return self.ends
 
     def _logits(self, prompts: Sequence[Prompt]) -> Tensor:
-        """(prompts, V) float32: the logits of the next tokens, on every rank those that data rank 0 computes."""
+        """(prompts, V) float32: the logits of the next tokens, computed by data rank 0, the same on every rank."""
         tokens = torch.zeros((self.rows, self.length), dtype=torch.int64)
         for row, prompt in zip(tokens, itertools.cycle(prompts), strict=False):
             row[: len(prompt.tokens)] = torch.tensor(prompt.tokens)

@@ -1,4 +1,4 @@
-"""The way from a config to a run that is ready for its next step, and the process-wide switches it sets first."""
+"""Turns a config into a run that is ready for its next step, after setting process-wide switches."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ log = logging.getLogger("shardline")
 class Setup:
     """Everything a run needs, in the order in which it is checked, opened, built and filled.
 
-    What must be closed at the end of the run is left to `closing`, also where the set-up fails half-way.
+    `closing` collects what must be closed at the end of the run, or if the set-up fails halfway.
     """
 
     def __init__(self, config: Config, options: TrainOptions, closing: contextlib.ExitStack) -> None:
@@ -122,12 +122,12 @@ class Setup:
         if not self.finished and self.mesh.rank == 0:
             self._record()
 
-    # ---- before ranks meet -------------------------------------------------------------------------------------------
+    # ---- before ranks connect ----------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Choose device, layout and model, and refuse what cannot run, on each rank alone."""
+        """Choose device, layout and model, and refuse what cannot run, on each rank by itself."""
         config = self.config
-        for line in prepare_rank(config):  # before anything of CUDA or NCCL is touched
+        for line in prepare_rank(config):  # before CUDA or NCCL is initialised
             log.info("%s", line)
         registry.import_custom(config.experimental.custom_import)
         refuse_pending(config)
@@ -141,7 +141,7 @@ class Setup:
         self.layout = checked_layout(config, world_size())
         if config.fault_tolerance.enable:
             self.config = config = for_groups(config, self.layout, arch)
-        set_determinism(config, self.device)  # first: kernels are chosen by it
+        set_determinism(config, self.device)  # first: kernel choices depend on it
         self.tokenizer = choose_tokenizer(config)
         self.arch = fitted(arch, config, self.tokenizer)
         check_experts(self.arch, self.layout)
@@ -159,7 +159,7 @@ class Setup:
         self.verdict = self._foresee()
 
     def _foresee(self) -> Verdict | None:
-        """What the fullest rank will need, on rank 0: a trace for several ranks is possible only before they meet."""
+        """Plan the fullest rank's memory, on rank 0: a trace for several ranks is possible only before they connect."""
         if os.environ.get("RANK", "0") != "0" or dist.is_initialized() or self.arch.foreign is not None:
             return None
         try:
@@ -170,7 +170,7 @@ class Setup:
     # ---- ranks, data and folder --------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Meet the other ranks, if there are any."""
+        """Connect to the other ranks, if there are any."""
         offload = self.config.training.enable_cpu_offload
         self.owns_group = start_process_group(self.device, self.config.comm.init_timeout_seconds, offload)
         attempt.note("joined")
@@ -182,7 +182,7 @@ class Setup:
             deepep.start(self.arch.dim, self.precision.compute, self.device)
 
     def _keep_batch(self) -> None:
-        """Keep the checkpoint's global batch on another number of ranks: accumulation adapts."""
+        """Keep the checkpoint's global batch on another number of ranks by adapting gradient accumulation."""
         config, ranks = self.config, self.layout.data_ranks
         resume, overwrite = self.options.resume, self.options.overwrite
         saved = None if overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config, self.arch, resume))
@@ -199,7 +199,7 @@ class Setup:
             self.total_steps = steps_for_epochs(self.loader, config.training.epochs)
 
     def _loader(self, section: Literal["training", "validation"]) -> Loader:
-        """This rank's share; tensor-parallel ranks read the same samples."""
+        """Build the loader of this rank's share; tensor-parallel ranks read the same samples."""
         rank, ranks = self.mesh.data_rank, self.layout.data_ranks
         loader = build_loader(
             self.config, section, self.arch, self.tokenizer, rank=rank, ranks=ranks, device=self.device
@@ -208,10 +208,10 @@ class Setup:
         return loader
 
     def _open_folder(self) -> None:
-        """Rank 0 takes the folder, and all ranks learn where it is or why it is refused."""
-        self.mirror: Mirror | None = None  # of rank 0
+        """Let rank 0 take the folder; all ranks learn where it is or why it is refused."""
+        self.mirror: Mirror | None = None  # only on rank 0
         self.found: list[Found] | None = None  # checkpoints in the folder, listed once by rank 0
-        self.changed: list[tuple[str, Any, Any]] = []  # of a resumed run, on rank 0: key, value before, value now
+        self.changed: list[tuple[str, Any, Any]] = []  # for a resumed run, on rank 0: key, value before, value now
         fetches = self.options.resume and self.config.checkpoint.mirror is not None
         with watchdog.patiently("fetching a checkpoint") if fetches else contextlib.nullcontext():
             path, resume_step = self.mesh.from_rank_0(self._take_folder)
@@ -244,7 +244,7 @@ class Setup:
     # ---- what is logged first ----------------------------------------------------------------------------------------
 
     def _open_log(self) -> None:
-        """Open the log, in which lines of the set-up so far come first."""
+        """Open the log; it starts with the lines that the set-up has logged so far."""
         config, mesh = self.config, self.mesh
         if self.owns_group and mesh.world_size > 1:
             keep_output(self.folder.path / "log")
@@ -262,7 +262,7 @@ class Setup:
 
     def _announce(self) -> None:
         """Log what runs where, what was adjusted and what has no effect; the model has no memory yet."""
-        mesh, again = self.mesh, self.folder.again  # a restart: the table was shown
+        mesh, again = self.mesh, self.folder.again  # after a restart: the table was already shown
         log_table(overview(self), file_only=again)
         if again and mesh.world_size > 1:
             log.info("%d ranks: %s", mesh.world_size, self.layout)
@@ -292,14 +292,14 @@ class Setup:
         length, longest = config.training.seq_len, self.arch.max_seq_len
         if length > longest:
             yield (
-                f"training.seq_len = {length} is longer than the model's max_seq_len, {longest}, which an export"
-                " states; model.overrides.max_seq_len changes it"
+                f"training.seq_len = {length} is longer than the model's max_seq_len, {longest}, which exports"
+                " will state; model.overrides.max_seq_len changes it"
             )
 
     # ---- model, optimizer and weights --------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Build everything that steps, saves and observes; the parameters have no values yet."""
+        """Build everything that trains, saves and observes; the parameters have no values yet."""
         config, mesh, device, dtype = self.config, self.mesh, self.device, self.precision.compute
         batch, seq_len = self.loader.global_batch_size, config.training.seq_len
         registry.run_hooks("before_build", config)
@@ -378,16 +378,16 @@ class Setup:
         self.telemetry.watch(self.model, self.optimizer, self.stepper.experts)
 
     def _held_state(self) -> list[HeldTensor]:
-        """The optimizer's state that this rank has."""
+        """The optimizer state on this rank."""
         served = self.stepper.asynchronous
         return self.worker_state.held() if served is None else served.held()
 
     def _build_reference(self) -> Reference | None:
-        """What pairs are compared by; a copy of the model is frozen, in the type that it computes in."""
+        """Build the reference for preference pairs; a copy of the model is frozen, and stored in its compute type."""
         kind = reference_kind(self.config, self.model.adaptation)
         if kind is None:
             return None
-        words = {"base": "the frozen weights", "copy": "a frozen copy of the first weights", "none": "none"}
+        words = {"base": "the frozen weights", "copy": "a frozen copy of the initial weights", "none": "none"}
         log.info("reference of pairs: %s", words[kind])
         if kind != "copy":
             return Reference(kind)
@@ -395,25 +395,25 @@ class Setup:
         return Reference(kind, copy.eval())
 
     def _more_flops(self) -> float:
-        """FLOPs for a token that LoRA adds, and those of a reference's forward pass."""
+        """FLOPs per token that LoRA and a reference's forward pass add."""
         passes = 0 if self.reference is None or self.reference.kind == "none" else 1
         return more_flops(self.model) + passes * flops_per_token(self.arch, self.config.training.seq_len) / 3
 
     def _keep_narrow_weights(self) -> None:
-        """Keep the blocks' matrices in the compute type too, where nothing but this rank's optimizer changes them."""
+        """Also keep the blocks' matrices in the compute type if only this rank's optimizer changes them."""
         config, compute = self.config, self.precision.compute
         alone = self.mesh.world_size == 1 and not config.training.enable_cpu_offload
-        alone = alone and not config.fault_tolerance.enable  # a group that heals gets the weights themselves
+        alone = alone and not config.fault_tolerance.enable  # a group that rejoins receives weights, not copies
         once = self.loader.global_batch_size == config.training.local_batch_size * self.layout.data_ranks
         if alone and once and isinstance(self.optimizer, GPUAdam) and compute == torch.bfloat16:
             held = [parameter for block in self.model.blocks() for parameter in block.module.parameters()]
             matrices = [parameter for parameter in held if parameter.ndim > 1 and parameter.requires_grad]
             for parameter in matrices:
                 keep_narrow(parameter, compute)
-            log.info("the blocks' matrices are kept in bfloat16 too, and their gradients in bfloat16 alone")
+            log.info("the blocks' matrices are also kept in bfloat16, and their gradients only in bfloat16")
 
     def _start(self) -> None:
-        """Resume, load or draw the weights, and go to where the run stands."""
+        """Resume, load or draw the weights, and move to the run's position."""
         start = Start(
             self.config,
             self.folder.checkpoint_folder,
@@ -451,22 +451,22 @@ class Setup:
         attempt.note("loaded", step=self.progress.step)
 
     def _load_more(self, shards: ShardFiles) -> None:
-        """Load what a checkpoint holds beside weights and the state of the optimizer."""
+        """Load what a checkpoint holds besides weights and optimizer state."""
         self.compression.load(shards)
         if "model" not in self.config.checkpoint.exclude_from_loading:
             self.worker_state.load(shards)
 
     def _note_validation(self) -> None:
-        """Warn where a resumed run validates on another number of samples: validation.steps counts batches per rank."""
+        """Warn if a resumed run validates on another number of samples: validation.steps counts batches per rank."""
         before, now = self.progress.validated, 0
         if self.validation is not None:
             now = self.validation.samples_in(self.config.validation.steps)
         if before and now and before != now:
-            log.warning("validation reads %d samples, %d before this start: its losses do not compare", now, before)
+            log.warning("validation reads %d samples, but %d before this start: losses are not comparable", now, before)
         self.progress.validated = now
 
     def _record(self) -> None:
-        """Keep the config with the run, once it is sure that the run takes place."""
+        """Store the config with the run, once it is certain that the run takes place."""
         self.folder.begin()
         text = to_toml(self.config)
         self.folder.write_config(text)
@@ -479,9 +479,9 @@ class Setup:
 
 
 def report_choices(found: async_tp.AsyncTensor) -> None:
-    """Log what carries each product: a line on the console, a table in the log's file."""
+    """Log how each product runs: a line on the console, a table in the log file."""
     if found.measured:
-        log_table(found.table(), "Async TP: what carries each product", file_only=True)
+        log_table(found.table(), "Async TP: how each product runs", file_only=True)
     for line in found.lines:
         log.info("%s", line)
 
@@ -494,14 +494,14 @@ def seed_of(config: Config) -> int:
 
 
 def set_determinism(config: Config, device: torch.device) -> None:
-    """Seed every generator; with `debug.deterministic`, also refuse operations whose result may vary."""
+    """Seed every random generator; with `debug.deterministic`, also refuse operations whose result may vary."""
     seed = seed_of(config)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     deterministic = config.debug.deterministic
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it creates its first handle
     torch.use_deterministic_algorithms(deterministic, warn_only=config.debug.deterministic_warn_only)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
@@ -518,9 +518,9 @@ def build_model(
     config: Config | None = None,
     how: Adaptation | None = None,
 ) -> tuple[Decoder, Applied]:
-    """A model, cut and transformed for this run, whose parameters have memory on `device` but no values yet.
+    """Build a model, split and transformed for this run, whose parameters have memory on `device` but no values yet.
 
-    `how` says what is trained beside frozen weights where the config does not.
+    `how` says what is trained besides frozen weights, if the config does not.
     """
     model, applied = make_model(arch, config, mesh, precision, how)
     give_memory(model, device, config)
@@ -528,7 +528,7 @@ def build_model(
 
 
 def give_memory(model: Decoder, device: torch.device, config: Config | None) -> None:
-    """Give the parameters memory, without values, where they are kept."""
+    """Allocate memory for the parameters where they are kept, without values."""
     offloaded = config is not None and config.training.enable_cpu_offload
     place = torch.device("cpu") if offloaded else device
     check_memory([*model.parameters(), *model.buffers()], place)

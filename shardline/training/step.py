@@ -1,4 +1,4 @@
-"""One optimizer step on every rank: forward and backward of the micro-batches, sum, clip, step."""
+"""One optimizer step on every rank: forward and backward of the micro-batches, all-reduce, clip, update."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from shardline.training.workers import Workers
 from shardline.words import counted, listed
 
 log = logging.getLogger("shardline")
-RequestNumbers = Callable[[], Sequence[float]]  # read as late as possible: a signal during the step still counts
+RequestNumbers = Callable[[], Sequence[float]]  # called late, so that a signal during the step still counts
 
 
 class StepResult(NamedTuple):
-    """Numbers of the whole job: every rank has the same."""
+    """The step's numbers for the whole job, the same on every rank."""
 
     loss: float
     grad_norm: float
     lr: float
-    request: Request  # to stop or to save, made to some rank
-    more: dict[str, Any] = {}  # what metrics.jsonl says of pairs, and of a mixture of experts  # noqa: RUF012
-    counts: bool = True  # False: a replica group was lost in it, nothing was changed, and it is made again
+    request: Request  # to stop or to save, made to any rank
+    more: dict[str, Any] = {}  # what metrics.jsonl says about pairs and experts  # noqa: RUF012
+    counts: bool = True  # False: a replica group was lost during the step, which changed nothing and is repeated
 
     @property
     def finite(self) -> bool:
@@ -61,7 +61,7 @@ class StepResult(NamedTuple):
 
 
 class Stepper:
-    """Makes optimizer steps. `passes` runs forward and backward, of a whole model or of pipeline stages."""
+    """Makes optimizer steps. `passes` runs forward and backward of a whole model or of pipeline stages."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Stepper:
         device: torch.device,
         reference: Reference | None = None,
     ) -> None:
-        """`reference` is what pairs are compared by, where the objective has pairs."""
+        """`reference` is the model against which preference pairs are compared, if the objective has pairs."""
         self.groups: ReplicaGroups | None = None  # with fault_tolerance
         self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
         tensor = applied.tensor
@@ -102,10 +102,10 @@ class Stepper:
         self.frozen_rows = FrozenRows(model, optimizer)
         if self.frozen_rows.places:
             tensors = counted(len(self.frozen_rows.places), "tensor")
-            log.info("%s trained in part (unfrozen_parameters): gradients and state have all rows", tensors)
+            log.info("%s trained in part (unfrozen_parameters): gradients and optimizer state have all rows", tensors)
         average = config.parallelism.data_parallel_mode == "diloco"
         self.workers = Workers(config, model, mesh, self.passes.on_two_stages) if average else None
-        self.asynchronous: AsyncSteps | None = None  # where workers do not wait for each other
+        self.asynchronous: AsyncSteps | None = None  # if workers do not wait for each other
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
@@ -116,10 +116,10 @@ class Stepper:
             )
 
     def forward_backward(self, batches: list[Batch]) -> Tensor:
-        """Gradients of the mean loss over all targets (or pairs) of the global batch, summed over data ranks.
+        """Compute gradients of the mean loss over all targets (or pairs) of the global batch, summed over data ranks.
 
-        Workers that train apart have the mean over their own batch, and its gradients. Returns this rank's part of that
-        loss, and of the other numbers of a pass.
+        Workers that train independently take the mean over their own batch. Returns this rank's part of that loss, and
+        of the other numbers of a pass.
         """
         self.experts.begin()
         self.float8_gather.prepare()
@@ -142,7 +142,7 @@ class Stepper:
             if self.early is not None:
                 self.early.enabled = last
             total += self.passes.forward_backward(batch, scale, last)
-        if batches:  # a replica group may have none, on all of its ranks
+        if batches:  # a replica group may have none; then none of its ranks has any
             self.passes.finish()
             sum_replicated_gradients(self.summed_over_tp)
             self.passes.sum_tied()
@@ -152,11 +152,11 @@ class Stepper:
         return total
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The model has the weights that count meanwhile: those that all workers share, where workers train apart."""
+        """A context in which the model has its global weights, which all workers share, if they train independently."""
         return contextlib.nullcontext() if self.workers is None else self.workers.outer.global_weights()
 
     def _with_noise(self, batch: Batch) -> Batch:
-        """A batch whose embeddings get noise, which depends on its samples and their positions alone."""
+        """Return the batch with noise for its embeddings, which depends only on its samples and their positions."""
         return replace(batch, noise=noise_keys(self.seed, batch.sample_ids, batch.tokens.shape[1]))
 
     def step(
@@ -168,9 +168,9 @@ class Stepper:
         momentum: float | None = None,
         last: bool = False,
     ) -> StepResult:
-        """One optimizer step, unless its loss or gradients are not finite; `momentum` where the schedule has one.
+        """Make one optimizer step, unless its loss or gradients are not finite; `momentum` if the schedule has one.
 
-        `last` of the run: workers that train apart meet.
+        In the `last` step of the run, independent workers synchronise.
         """
         if self.asynchronous is not None:
             return self.asynchronous.step(number, requests)
@@ -187,7 +187,7 @@ class Stepper:
         return result
 
     def _step_late(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers) -> StepResult:
-        """One step after the whole backward."""
+        """Make one step after the whole backward pass."""
         result = self._agree(self.forward_backward(batches), lr, requests)
         if self.groups is not None:
             self.groups.ready()
@@ -212,7 +212,7 @@ class Stepper:
     def _step_early(
         self, early: EarlyStep, batches: list[Batch], lr: float, number: int, requests: RequestNumbers
     ) -> StepResult:
-        """One step whose parameters are updated inside backward."""
+        """Make one step that updates parameters during the backward pass."""
         result, changed = step_early(
             early,
             lambda: self.forward_backward(batches),
@@ -224,7 +224,7 @@ class Stepper:
         return result
 
     def _agree(self, loss: Tensor, lr: float, requests: RequestNumbers, squares: Tensor | None = None) -> StepResult:
-        """Loss, gradient norm, requests and loads of experts, of all ranks: one all-reduce, one wait a step."""
+        """Combine loss, gradient norm, requests and expert loads of all ranks: one all-reduce and one wait per step."""
         if squares is None:
             ranks = self.mesh.world_size // self.mesh.layout.pp // self.mesh.workers
             squares = squared_norm(self.parameters, ranks, self.passes.on_two_stages)
@@ -257,21 +257,21 @@ class Stepper:
         )
 
     def _nonfinite(self, result: StepResult, number: int, changed: bool = False) -> None:
-        """Stop, or skip the step; weights that are not finite themselves are named first: they are the cause."""
+        """Stop, or skip the step. If weights themselves are not finite, name them: they are the cause."""
         broken = nonfinite_parameters(self.model, of_gradients=False)
         if self.loss_scale.dynamic and not broken:
             self.loss_scale.back_off(number)
-            log.info("step %d: skipped, the loss is scaled by %g from now on", number, self.loss_scale.value)
+            log.info("step %d: skipped; the loss is scaled by %g from now on", number, self.loss_scale.value)
             return
         names, what = (broken, "weights") if broken else (nonfinite_parameters(self.model), "gradient")
         where = f"; not finite in the {what} of {listed(names)}" if names else ""
         text = f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{where}"
         if changed:
             raise UserError(f"{text}. The weights were already changed: continue from the last checkpoint")
-        if broken:  # on any rank, so all ranks stop; with "skip" too, because every later step would be the same
+        if broken:  # on any rank, so all ranks stop, even with "skip": every later step would fail as well
             raise UserError(
-                f"{text}. No step can repair them: load another checkpoint, of this run with checkpoint.load_step,"
-                " of another one with checkpoint.initial_load_path"
+                f"{text}. No step can repair them: load an earlier checkpoint of this run with checkpoint.load_step, or"
+                " one of another run with checkpoint.initial_load_path"
             )
         if self.config.training.nonfinite == "stop":
             raise UserError(

@@ -49,7 +49,7 @@ class Result:
 
 
 class Trainer:
-    """One training run: built from a config, run by `train()`. Hooks of a user's module read its public attributes."""
+    """One training run: built from a config, run by `train()`. Hooks in user modules read its public attributes."""
 
     def __init__(self, config: Config, options: TrainOptions | None = None) -> None:
         self._closing = contextlib.ExitStack()
@@ -126,33 +126,33 @@ class Trainer:
             self.close()
 
     def train_step(self, batches: list[Batch], requests: RequestNumbers = no_requests) -> StepResult:
-        """One optimizer step at the learning rate of its place in the schedule."""
+        """Make one optimizer step at the learning rate that the schedule has for it."""
         number = self.progress.step + 1
         rate = self._rate(number - 1)
         return self.stepper.step(batches, rate[0], number, requests, rate[1], last=number == self.total_steps)
 
     def _rate(self, step: int) -> tuple[float, float | None]:
-        """Learning rate and momentum of the step after so many."""
+        """Learning rate and momentum of the step that follows `step` steps."""
         origin = self.progress.schedule_start
         place = (step - origin, self.config, self.total_steps - origin)
         return learning_rate(self.base_lr, *place), momentum(*place)
 
     def _meets_after(self, step: int) -> bool:
-        """Whether all ranks do something together after a step: where workers never wait, they do it there."""
+        """Whether all ranks act together after a step, so that even workers that never wait must synchronise."""
         last, freq = self.total_steps, self.config.debug.check_replicas_freq
         together = step == last or self.saver.is_due(step, last) or (freq > 0 and step % freq == 0)
         return together or self.validator.is_due(step) or self.sampler.is_due(step)
 
     def close(self) -> None:
-        """Release the run's folder, stop data workers, leave the other ranks."""
+        """Release the run's folder, stop data workers, and leave the process group."""
         self._closing.close()
 
     # ---- parts of the loop -------------------------------------------------------------------------------------------
 
     def _has_steps(self) -> bool:
-        """Whether there is anything to train; a seed checkpoint is all that its run makes."""
+        """Return whether there are steps to train; if the run only creates a seed checkpoint, save it."""
         if self.finished:
-            longer = "" if self.config.training.epochs else f"; more training.steps than {self.total_steps} continue it"
+            longer = "" if self.config.training.epochs else f"; training.steps > {self.total_steps} continues it"
             log.info("%s already finished at step %d; nothing to do%s", self.folder.path, self.progress.step, longer)
         elif self.config.checkpoint.create_seed_checkpoint:
             self.saver.save(self.progress, wait=True)
@@ -163,9 +163,9 @@ class Trainer:
         return False
 
     def _meet(self, groups: ReplicaGroups) -> bool:
-        """Meet the other replica groups; False where this one is asked to stop while it waits for them.
+        """Wait for the other replica groups; returns False if this one is asked to stop meanwhile.
 
-        A group that was away goes to where they are: their weights arrive while the step is made.
+        A group that was away takes over their position: their weights arrive while the step is made.
         """
         progress = self.progress
         self._before = dataclasses.replace(progress)
@@ -177,13 +177,13 @@ class Trainer:
             self._go_to(RunPosition(**{**plan.source.position, "excluded": progress.excluded}))
             self.stepper.loss_scale.load(progress.loss_scale)
         if groups.commits == 0:
-            self.telemetry.first_step = progress.step  # the first that is made here
+            self.telemetry.first_step = progress.step  # the first step that this group takes part in
         self.loader.take(plan.share)
         self.telemetry.meter.devices = self.devices * len(plan.participants)
         return True
 
     def _repeat(self, groups: ReplicaGroups) -> None:
-        """The step was not made: read its samples again, with whoever is there then."""
+        """Go back to repeat a step that failed, with the groups that are there by then."""
         groups.fail()
         self._go_to(self._before)
         self.stepper.loss_scale.load(self.progress.loss_scale)
@@ -194,7 +194,7 @@ class Trainer:
         self.loader.seek(self.progress.samples)
 
     def _advance(self, result: StepResult) -> dict[str, Any]:
-        """Count the step; returns what metrics.jsonl says of it besides its numbers."""
+        """Count the step; returns what else metrics.jsonl says about it."""
         more = result.more
         if self.groups is not None and self.groups.plan is not None:
             self.progress.history = self.groups.plan.history()
@@ -207,7 +207,7 @@ class Trainer:
         return more
 
     def _after_step(self, result: StepResult) -> None:
-        """Look for what went wrong without an error, and run hooks; from the first step on the run has its folder."""
+        """Check for silent failures, and run hooks; from the first step on, the run keeps its folder."""
         step, freq = self.progress.step, self.config.debug.check_replicas_freq
         self.folder.settle()
         self._check_loss(result.loss)
@@ -220,11 +220,11 @@ class Trainer:
         self.saver.check()
 
     def _doubt_choices(self) -> None:
-        """Measure anew what carries each product, once, where this run's own steps contradict the choices."""
+        """Measure once more how to run each product if this run's own steps contradict the choices."""
         comparison, measure_again = self.telemetry.serial, self.async_tensor.measure_again
         if measure_again is None or comparison is None or not comparison.is_contradicted():
             return
-        log.info("Async TP: %s: the products are measured again", comparison.words())
+        log.info("Async TP: %s; measuring the products again", comparison.words())
         comparison.forget()
         with self.telemetry.paused("measuring products"), watchdog.patiently("measuring products"):
             self.async_tensor = measure_again()
@@ -244,7 +244,7 @@ class Trainer:
             )
 
     def _stop_if_worse(self, loss: float | None) -> None:
-        """Let this step be the last where `validation.patience` validations in a row had no lower loss; it is saved."""
+        """Make this step the last, and saved, if `validation.patience` validations in a row had no lower loss."""
         progress, patience = self.progress, self.config.validation.patience
         if loss is None or patience is None:
             return
@@ -259,7 +259,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        """Around a save: it is no training time, no reason for a time-out, and its length counts for the time limit."""
+        """Wrap a save: it is not training time, must not time out, and its duration counts for the time limit."""
         waiting = watchdog.patiently("saving a checkpoint")
         with self.telemetry.paused("saving"), waiting, self.requests.saving(), enforcer.saving():
             yield
@@ -267,13 +267,13 @@ class Trainer:
     # ---- requests to stop or to save ---------------------------------------------------------------------------------
 
     def _request_numbers(self) -> Sequence[float]:
-        """What this rank asks all ranks to do after the current step."""
+        """Return this rank's requests to all ranks for after the current step."""
         self.requests.saved_in_background(self.saver.seconds)
         due = self.saver.is_due(self.progress.step + 1, self.total_steps)
         return self.requests.numbers(another_save=due or self.saver.busy)
 
     def _requests_meanwhile(self) -> Request:
-        """What ranks were asked for since the last step; all of them call this together."""
+        """Collect the requests made to any rank since the last step; all ranks call this together."""
         numbers = torch.tensor(self.requests.numbers(self.saver.busy, between_steps=True), device=self.device)
         if self.mesh.world_size > 1:
             collectives.sum_in_place(numbers, "world")
@@ -282,19 +282,19 @@ class Trainer:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """Log how the run ended. Whoever catches an error prints it, so it goes to the log file alone."""
+        """Log how the run ended. The caller that catches the error prints it, so it goes only to the log file."""
         if isinstance(error, KeyboardInterrupt):
             log.warning("ended at once, after step %d; %s", self.progress.step, self._kept())
             return
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         log.error("ended after step %d: %s", self.progress.step, text, extra={"file_only": True})
-        if isinstance(error, UserError):  # most often the same on all ranks, which are all alive
+        if isinstance(error, UserError):  # usually the same on all ranks, so all are alive
             self.saver.let_finish()
 
     def _closing_rows(self, error: BaseException | None = None) -> TableRows:
-        """What the closing table says of saves, and how to go on.
+        """What the closing table says about saves, and how to continue.
 
-        After a failure that is the launcher's to show: it may restart.
+        After a failure, a launcher shows how to continue itself, since it may restart the run.
         """
         step, where = self.progress.step, (self.folder.path, self.config, self.options)
         rows: list[tuple[str, str]] = [("last save", self.saver.last_words(step))]
@@ -306,7 +306,7 @@ class Trainer:
         return rows
 
     def _kept(self) -> str:
-        """What an interrupted run can go on from."""
+        """What an interrupted run can continue from."""
         reason, step = why_not_saved(self.config), self.saver.saved_step
         if reason is not None:
             return f"nothing is saved: {reason}"

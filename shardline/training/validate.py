@@ -1,4 +1,4 @@
-"""Validation: the mean loss per target token, or per pair, over the validation set, read once in order."""
+"""Validation: computes the mean loss per target token, or per pair, over the validation set, read once in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("shardline")
 class Validator:
     """Validates after the first step, the last one and every `validation.freq` steps; never without a `loader`.
 
-    Between batches `requests` asks all ranks what they were asked for since the step: a request to stop ends it.
+    Between batches, `requests` collects the requests made to all ranks since the step: one to stop ends the validation.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Validator:
     ) -> None:
         self.section, self.stepper, self.loader, self.mesh = config.validation, stepper, loader, mesh
         self.last_step, self.telemetry, self.requests = last_step, telemetry, requests
-        self.loss: float | None = None  # of the validation after this step, where there was one
+        self.loss: float | None = None  # of the validation after this step, if there was one
 
     def is_due(self, step: int) -> bool:
         due = step in (1, self.last_step) or step % self.section.every(self.last_step) == 0
         return self.loader is not None and due
 
     def run_if_due(self, step: int, request: Request) -> Request:
-        """Validate where it is time to; returns `request` with what ranks were asked for meanwhile."""
+        """Validate if it is time to; returns `request` with the requests made to any rank meanwhile."""
         self.loss = None
         if self.loader is None or not self.is_due(step):
             return request
@@ -60,7 +60,7 @@ class Validator:
                 with self.stepper.global_weights():
                     found, request = self._numbers(self.loader, request)
         if found is None:
-            log.info("step %d: stopping, validation is left out", step)
+            log.info("step %d: stopping, validation is skipped", step)
         else:
             self.telemetry.log_validation(step, found)
             self.loss = found["loss"]
@@ -68,9 +68,9 @@ class Validator:
 
     @torch.no_grad()
     def _numbers(self, loader: Loader, request: Request) -> tuple[dict[str, float] | None, Request]:
-        """Sums of losses over number of targets or pairs, of `validation.steps` batches (-1: all) of every data rank.
+        """Return the means per target or pair over `validation.steps` batches (-1: all) of every data rank.
 
-        There are none where ranks are asked to stop; all of them see that after the same batch.
+        Returns None if ranks are asked to stop, which all of them notice after the same batch.
         """
         model, passes = self.stepper.model, self.stepper.passes
         self.stepper.float8_gather.prepare()
@@ -91,14 +91,14 @@ class Validator:
 
 
 def add_losses(sums: Tensor, passes: WholeModel | PipelinedModel, batches: Sequence[Batch], shared: int = 1) -> None:
-    """Add the targets (or pairs) of some batches, which `shared` ranks count, and the sums of their numbers."""
+    """Add up the targets (or pairs) of some batches, each counted by `shared` ranks, and the sums of their numbers."""
     sums[1:] += passes.losses(batches) * passes.share
     for batch in batches:
         sums[0] += passes.count(batch) / shared
 
 
 def means(sums: Tensor, passes: WholeModel | PipelinedModel, mesh: Mesh) -> tuple[float, dict[str, float]]:
-    """The number of targets (or pairs) on all ranks, and the means over them."""
+    """Return the number of targets (or pairs) on all ranks, and the means over them."""
     if mesh.world_size > 1:
         collectives.sum_in_place(sums, "world")
     count, *totals = read(sums)

@@ -1,4 +1,4 @@
-"""The passes of a model whose layers are all on this rank: forward and backward of a micro-batch, for next tokens."""
+"""Forward and backward passes of a model whose layers are all on this rank, for next-token prediction."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardline.training.loss import Head, count_targets, run_backward
 
 
 class WholeModel:
-    """The passes of a model whose layers are all on this rank, sharded or not: micro-batch after micro-batch."""
+    """The passes of a model whose layers are all on this rank, sharded or not, one micro-batch after another."""
 
     pipeline = None
-    batches_at_once = 1  # of a validation
-    names: tuple[str, ...] = ("loss",)  # of the numbers that a pass gives
+    batches_at_once = 1  # during validation
+    names: tuple[str, ...] = ("loss",)  # of the numbers that a pass returns
     on_two_stages: frozenset[nn.Parameter] = frozenset()
 
     def __init__(self, config: Config, model: Decoder, mesh: Mesh, head: Head) -> None:
@@ -30,11 +30,11 @@ class WholeModel:
 
     @property
     def share(self) -> float:
-        """The part of this rank's numbers that counts in their sum over all ranks."""
+        """The fraction of this rank's numbers that counts in their sum over all ranks."""
         return self.head.share
 
     def count(self, batch: Batch) -> Tensor:
-        """What the loss is a mean of: this rank's targets."""
+        """The number of this rank's targets, over which the loss is a mean."""
         return count_targets(batch.labels)
 
     def forward_backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
@@ -52,18 +52,18 @@ class WholeModel:
             self.replicas.finish()
 
     def sum_tied(self) -> None:
-        """Nothing to do: autograd has added up what both uses of a tied embedding give it."""
+        """Do nothing: autograd has already added up the gradients of both uses of a tied embedding."""
 
     def losses(self, batches: Sequence[Batch]) -> Tensor:
-        """The sums of the numbers of some batches, without backward."""
+        """Sum the numbers of some batches, without a backward pass."""
         return torch.stack([self._loss(batch, 1.0)[1] for batch in batches]).sum(0)
 
     def logits_at(self, batch: Batch, places: Sequence[int]) -> Tensor:
-        """(B, V): the logits after one token of each row, as `Head.logits_at` has them on this rank."""
+        """(B, V): this rank's part of the logits after one token of each row, as `Head.logits_at` returns it."""
         return self.head.logits_at(self.model, self.model.hidden(batch.tokens, documents=batch.documents), places)
 
     def _loss(self, batch: Batch, scale: Tensor | float) -> tuple[Tensor, Tensor]:
-        """What backward begins with, and the numbers that are shown."""
+        """Return the loss for backward, and the numbers to report."""
         hidden = self.model.hidden(batch.tokens, documents=batch.documents, noise=batch.noise)
         loss = self.head.loss(self.model, hidden, batch.labels, scale)
         return loss, loss.detach()[None]

@@ -137,7 +137,7 @@ def test_after_a_lost_rank_the_last_save_and_the_way_on_are_shown(tmp_path, kill
     lost = Terminal("train", "--nproc", "2", *words, cwd=tmp_path, when=r"saved run/checkpoint/step-4\b", then=kill)
     assert lost.code == 1
     lines = lost.lines
-    note = "2 data ranks make the batch 2 times that of one process, 8 for 4; training.local_batch_size = 2 keeps it"
+    note = "2 data ranks make the batch 2 times that of one process: 8, not 4; training.local_batch_size = 2 keeps it"
     assert f"note: {note} " in " ".join(lines)
     saved = max(int(step) for step in re.findall(r"saved run/checkpoint/step-(\d+)", lost.written))
     if killed != 0:  # else nobody is left who knows the last loss

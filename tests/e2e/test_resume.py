@@ -115,7 +115,7 @@ def test_a_finished_run_is_trained_longer(tmp_path):
     log = tmp_path / "run" / "log" / "rank-0.log"
     assert re.search(r"last save +step 3, [\d.]+ [KM]iB: all of the run is in it", log.read_text())
     assert Trainer(tiny_config(tmp_path / "run", training__steps=3, **settings)).train().finished_before
-    assert "nothing to do; more training.steps than 3 continue it" in log.read_text()
+    assert "nothing to do; training.steps > 3 continues it" in log.read_text()
     longer = run(tmp_path / "run", training__steps=6, **settings)
     assert numbers(longer) == numbers(straight)
     assert files.find_checkpoint(tmp_path / "run", 6).kind == "full"
@@ -390,9 +390,9 @@ def test_a_validation_of_other_samples_is_said(tmp_path):
     run(tmp_path / "run", training__steps=2, validation__local_batch_size=2, **settings)
     run(tmp_path / "run", training__steps=4, validation__local_batch_size=2, **settings)
     log = tmp_path / "run" / "log" / "rank-0.log"
-    assert "do not compare" not in log.read_text()
+    assert "are not comparable" not in log.read_text()
     run(tmp_path / "run", training__steps=6, validation__local_batch_size=4, **settings)
-    assert "validation reads 8 samples, 4 before this start: its losses do not compare" in log.read_text()
+    assert "validation reads 8 samples, but 4 before this start: losses are not comparable" in log.read_text()
 
 
 def test_data_that_changed_is_named(tmp_path):

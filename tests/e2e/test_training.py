@@ -211,7 +211,7 @@ def test_a_signal_within_validation(tmp_path, monkeypatch, number, steps, valida
     assert [row["step"] for row in written if "validation_loss" in row] == validated
     assert len(counted) == (4 + 2 if number == signal.SIGTERM else 3 * 4)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").glob("step-*")) == saved
-    left = "step 3: stopping, validation is left out" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    left = "step 3: stopping, validation is skipped" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
     assert left == (number == signal.SIGTERM)
 
 

@@ -189,7 +189,7 @@ def test_ctrl_c_does_not_wait_for_the_end_of_a_validation(run):
     os.killpg(run.process.pid, signal.SIGINT)
     code, stdout, stderr = run.end(30)
     assert (code, stderr) == (130, ""), stderr
-    assert "stopping, validation is left out" in stdout
+    assert "stopping, validation is skipped" in stdout
     assert [saved.name for saved in (run.folder / "run" / "checkpoint").glob("step-*")] == ["step-1"]
 
 

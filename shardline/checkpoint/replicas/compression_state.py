@@ -1,12 +1,12 @@
-"""The state of compression in a checkpoint: what replicas have left out of the gradients they exchanged.
+"""The state of gradient compression in a checkpoint: the error that compression has left out of gradients so far.
 
-    compression/error/<parameter>   (replicas x rows, ...)  what each replica has left out so far; one for each of its
-                                                            tensor-parallel ranks, if those add up gradients
-    compression/q/<parameter>       (tp x columns, rank)    PowerSGD's matrix of each tensor-parallel shard
+    compression/error/<parameter>   (replicas x rows, ...)  the error of each replica, or of each of its tensor-parallel
+                                                            ranks if those add up gradients
+    compression/q/<parameter>       (tp x columns, rank)    PowerSGD's matrix Q of each tensor-parallel shard
 
-A run that is resumed on the same layout continues bit by bit. On another number of replicas errors are added up and
-shared out evenly, so that their sum stays the same; Q is drawn again if it does not fit. If an embedding is tied to the
-output on another pipeline rank, that rank's error is saved as `output.weight`.
+A run resumed on the same layout continues bit for bit. On another number of replicas, errors are added up and shared
+out evenly, so that their sum stays the same; Q is drawn again if it does not fit. If an embedding is tied to the output
+on another pipeline rank, that rank's error is saved as `output.weight`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 
 
 class CompressionState:
-    """What compression keeps on this rank; empty if nothing is compressed."""
+    """The compression state on this rank; empty if nothing is compressed."""
 
     def __init__(
         self, replicas: Replicas | None, model: Decoder, mesh: Mesh, summed_over_tp: Iterable[nn.Parameter] = ()
@@ -55,10 +55,10 @@ class CompressionState:
         return found
 
     def load(self, shards: ShardFiles) -> None:
-        """Load what the checkpoint has; the rest begins as in a new run."""
+        """Load what the checkpoint has; the rest starts as in a new run."""
         held = self._held()
         for name, one in held.items():
-            one.error.zero_()  # an attempt before may have found its checkpoint damaged halfway
+            one.error.zero_()  # an earlier attempt may have failed halfway on a damaged checkpoint
             tied_here = name == EMBEDDING and self.first and self.last and OUTPUT not in self.names
             sources = [name, OUTPUT] if tied_here else [name]
             for key in (ERROR + source for source in sources if ERROR + source in shards):
@@ -70,13 +70,13 @@ class CompressionState:
         lost = (saved & self.names) - {one.name for one in held.values()}
         if lost or fresh:
             log.warning(
-                "what compression left out is not loaded for %d parameters of this rank: they are fused, sharded or"
+                "compression errors are not loaded for %d parameters of this rank: they are fused, sharded or"
                 " compressed differently now",
                 len(lost | fresh),
             )
 
     def _held(self) -> dict[str, LeftOut]:
-        """This rank's state by the names in files."""
+        """This rank's state by its names in the files."""
         return {OUTPUT if one.name == EMBEDDING and not self.first else one.name: one for one in self.left_out()}
 
     def _add_errors(self, shards: ShardFiles, key: str, one: LeftOut) -> None:
@@ -92,7 +92,7 @@ class CompressionState:
             _add(error, shards, key, place, 1.0 / holders)
 
     def _holder(self, one: LeftOut) -> tuple[int, int]:
-        """The number of this rank among those that have an error for each element, and how many those are."""
+        """This rank's index among the ranks that each keep an error for the same element, and their number."""
         holder, holders = self.mesh.coordinates["dp_replicate"], self.mesh.size("dp_replicate")
         if id(one.parameter) in self.summed_over_tp:
             return holder * self.mesh.size("tp") + self.mesh.coordinates["tp"], holders * self.mesh.size("tp")

@@ -1,14 +1,14 @@
-"""The state of workers that train apart, in a checkpoint.
+"""The checkpointed state of workers that train independently between synchronisations (local SGD, DiLoCo).
 
     model/<name>, optimizer/<kind>/<name>     the global weights, and the optimizer state of worker 0: a checkpoint like
-                                              any other, which also a synchronous run resumes
+                                              any other, which a synchronous run can resume, too
     workers/<worker>/model/<name>             each worker's own weights
-    workers/<worker>/optimizer/<kind>/<name>  the state of the others' optimizers
-    outer/momentum/model/<name>               of the outer steps
-    outer/average/model/<name>                averages that were sent and not yet applied
+    workers/<worker>/optimizer/<kind>/<name>  the optimizer state of the other workers
+    outer/momentum/model/<name>               the momentum of the outer steps
+    outer/average/model/<name>                averages that were sent but not yet applied
 
-A run that is resumed with as many workers continues bit by bit, if the layout inside of them is the same. With another
-number all workers begin with the global weights, and what each learned since the last synchronisation is left out.
+A run resumed with the same number of workers continues bit for bit, if the layout within them is the same. With another
+number, all workers start from the global weights, and what each learned since the last synchronisation is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKERS, MOMENTUM, AVERAGE = "workers/", "outer/momentum/", "outer/average/"
 
 
 class WorkerState:
-    """What this rank saves and loads of its worker; `outer` is None where gradients are summed every step."""
+    """What this rank saves and loads for its worker; `outer` is None if gradients are summed every step."""
 
     def __init__(self, outer: OuterLoop | None, model: Decoder, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         self.outer, self.model, self.optimizer, self.mesh = outer, model, optimizer, mesh
@@ -42,12 +42,12 @@ class WorkerState:
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def weights(self, dtype: torch.dtype | None = None) -> list[HeldTensor]:
-        """The weights that a checkpoint calls the model's: the global ones, where workers have their own."""
+        """The weights that a checkpoint stores as the model's: the global ones, if workers have their own."""
         held = held_weights(self.model, dtype)
         return held if self.outer is None else self._with(held, "values")
 
     def held(self) -> list[HeldTensor]:
-        """The state of this rank's optimizer, and what else its worker continues from."""
+        """The state of this rank's optimizer, and whatever else its worker needs to continue."""
         state = held_state(self.model, self.optimizer)
         if self.outer is None:
             return state
@@ -63,7 +63,7 @@ class WorkerState:
         return [one for one in held_weights(self.model) if one.tensor.data_ptr() in known]
 
     def _with(self, held: list[HeldTensor], what: str, prefix: str = "") -> list[HeldTensor]:
-        """The same with the fragments' `values` or `momenta` in place of the worker's own weights."""
+        """Replace the worker's own weights in `held` by the fragments' `values` or `momenta`."""
         assert self.outer is not None
         other = {
             own.data_ptr(): tensor
@@ -74,7 +74,7 @@ class WorkerState:
         return [_named(one, prefix) for one in swapped] if prefix else swapped
 
     def _averages(self, trained: list[HeldTensor]) -> Iterator[HeldTensor]:
-        """Averages on their way; waits for them."""
+        """Wait for the averages that were sent, and yield them."""
         for fragment in self._fragments():
             if fragment.sent is not None:
                 pairs = zip(fragment.own, fragment.sent.wait(), strict=True)
@@ -90,18 +90,18 @@ class WorkerState:
     # ---- loading -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Call when the model has its weights: they are the global ones, unless a checkpoint had more."""
+        """Start from the model's weights as the global ones, unless a checkpoint had more state."""
         if self.outer is not None and not self.loaded:
             self.outer.begin()
 
     def load(self, shards: ShardFiles) -> None:
-        """Load what the checkpoint has; the model has its global weights, the optimizer the state of worker 0."""
+        """Load what the checkpoint has; model and optimizer already have its global weights and worker 0's state."""
         saved = len({name.split("/", 2)[1] for name in shards if name.startswith(WORKERS)})
         workers = self.mesh.workers
         if saved and saved != (0 if self.outer is None else workers):
             log.warning(
-                "the checkpoint has the states of %s, and there %s now: all begin with the global weights, and what"
-                " each learned since the last synchronisation is left out",
+                "the checkpoint has the states of %s, but there %s now: all start from the global weights, and what"
+                " each learned since the last synchronisation is lost",
                 counted(saved, "worker"),
                 "are none" if self.outer is None else f"are {workers}" if workers > 1 else "is 1",
             )
@@ -129,11 +129,11 @@ class WorkerState:
                 _fill([_named(replace(one, tensor=places[one.tensor.data_ptr()]), AVERAGE) for one in ours], shards)
                 fragment.sent = Arrived(averages)
             elif there:
-                log.warning("an average that was under way is left out: fragments have other layers now")
+                log.warning("an average that was sent but not yet applied is dropped: fragments have other layers now")
 
 
 def _named(one: HeldTensor, prefix: str) -> HeldTensor:
-    """The same under other names, and with a key of its own."""
+    """Return the tensor under names with this prefix, and with a new key."""
     digest = hashlib.blake2b(f"{prefix} {one.key}".encode(), digest_size=8).digest()
     pieces = tuple(piece._replace(name=prefix + piece.name) for piece in one.pieces)
     return replace(one, key=int.from_bytes(digest, "little"), pieces=pieces)

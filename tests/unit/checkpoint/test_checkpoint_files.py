@@ -124,7 +124,7 @@ def test_a_shard_that_is_not_what_the_manifest_says(tmp_path, tensors):
     shards = write_pieces(tmp_path, tensors, HALVES)
     table = json.loads(json.dumps(shards._table))
     table["model/a"]["pieces"].pop()
-    with pytest.raises(Damaged, match="the pieces of model/a are not all of it"):
+    with pytest.raises(Damaged, match="the pieces of model/a do not cover it"):
         ShardFiles(tmp_path, shards.files, table).read("model/a")
     table = json.loads(json.dumps(shards._table))
     table["model/b"]["pieces"][0][0] = 0  # says the other file

@@ -241,7 +241,7 @@ def widen(state: dict[str, Any]) -> str:
 
 def add_a_stranger(state: dict[str, Any]) -> str:
     state["layers.0.attention.hyena.weight"] = torch.ones(4)
-    return "holds what no model here has: layers.0.attention.hyena.weight"
+    return "holds tensors that no supported model has: layers.0.attention.hyena.weight"
 
 
 def add_experts(state: dict[str, Any]) -> str:
@@ -251,12 +251,12 @@ def add_experts(state: dict[str, Any]) -> str:
 
 def another_type(state: dict[str, Any]) -> str:
     state["norm.weight"] = torch.ones(titan.DIM, dtype=torch.complex64)
-    return "norm.weight is torch.complex64, which is not read"
+    return "norm.weight has type torch.complex64, which is not supported"
 
 
 def not_a_tensor(state: dict[str, Any]) -> str:
     state["norm.weight"] = {"a": "text"}
-    return "holds what no model here has: norm.weight"
+    return "holds tensors that no supported model has: norm.weight"
 
 
 DAMAGES = [lose_a_tensor, lose_a_layer, widen, add_a_stranger, add_experts, another_type, not_a_tensor]

@@ -88,11 +88,11 @@ def test_any_value_in_any_place_of_a_manifest_is_an_error_that_names_the_file(tr
 @pytest.mark.parametrize(
     ("pieces", "words"),
     [
-        ([[0, 0, 7]], "not all of it, each once"),
-        ([[0, 0, 3], [0, 2, 4]], "not all of it, each once"),  # overlapping, and larger together
-        ([[0, 0, 3], [0, 2, 3]], "not all of it, each once"),  # overlapping, a hole at the end
-        ([[0, 0, 3]], "not all of it, each once"),
-        ([], "not all of it, each once"),
+        ([[0, 0, 7]], "do not cover it exactly once"),
+        ([[0, 0, 3], [0, 2, 4]], "do not cover it exactly once"),  # overlapping, and larger together
+        ([[0, 0, 3], [0, 2, 3]], "do not cover it exactly once"),  # overlapping, a hole at the end
+        ([[0, 0, 3]], "do not cover it exactly once"),
+        ([], "do not cover it exactly once"),
         ([[1, 0, 6]], "in no file or have other dimensions"),
         ([[0, 0, 0, 6, 6]], "in no file or have other dimensions"),
         ([[0, -1, 7]], "greater than or equal to 0"),
@@ -194,7 +194,7 @@ def test_a_step_that_was_asked_for_is_an_error(tmp_path, trained):
     folder = shutil.copytree(trained, tmp_path / "run")
     step = folder / "checkpoint/step-4"
     write(step, bad_values.changed(content_of(step), ("tensors", "model/norm.weight", "shape"), [32]))
-    with pytest.raises(UserError, match=r"step-4/manifest\.json: the pieces of model/norm\.weight are not all of it"):
+    with pytest.raises(UserError, match=r"step-4/manifest\.json: the pieces of model/norm\.weight do not cover it"):
         run(folder, training__steps=5, checkpoint__load_step=4, **SAVING)
 
 

@@ -91,7 +91,7 @@ def test_each_command_explains_itself(run, name):
         ),
         (
             ["train", "--preset", "demo", "--fault_tolerance.enable"],
-            "fault_tolerance.group_size = 0: the global batch is that of all replica groups",
+            "fault_tolerance.group_size = 0: the global batch covers all replica groups",
         ),
         (
             ["lighthouse", "--bind", "29510"],

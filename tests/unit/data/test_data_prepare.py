@@ -103,7 +103,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     problem = TokenStore.open(out).find_damage()[0]
     assert (problem.file, problem.start, problem.end) == (str(tokens), 0, len(good))
     tokens.write_bytes(good[:-2])
-    with pytest.raises(UserError, match=r"bytes, \d+ were written: it is torn"):
+    with pytest.raises(UserError, match=r"bytes, but \d+ were written: it is torn"):
         TokenStore.open(out)
     tokens.write_bytes(good)
     assert TokenStore.open(out).find_damage() == []

@@ -67,7 +67,7 @@ def test_a_header_that_cannot_be_is_refused(tmp_path, tensors):
         (good[:-1], "of its data cannot be ids, I64 [9]"),
         (good.replace(b"[300,17]", b"[300,18]"), "of its data cannot be a, F32 [300, 18]"),
         (good[:8] + b"{" * length + good[8 + length :], "Expecting"),
-        (good[:8] + b"[]" + b" " * (length - 2) + good[8 + length :], "its header is no table of tensors"),
+        (good[:8] + b"[]" + b" " * (length - 2) + good[8 + length :], "its header is not a table of tensors"),
         (good.replace(b"[300,17]", b"[3,null]"), "its header does not describe a"),
         (good + b"more", "its last 4 bytes belong to no tensor"),
     ):
@@ -109,7 +109,7 @@ def test_tensors_that_share_or_leave_out_bytes_are_refused(tmp_path, second, wor
 
 def test_a_type_that_no_file_holds_is_refused_before_anything_is_written(tmp_path):
     path = tmp_path / "x.safetensors"
-    with pytest.raises(UserError, match=r"moment is torch\.float8_e4m3fn, a type that a checkpoint does not hold"):
+    with pytest.raises(UserError, match=r"moment is torch\.float8_e4m3fn, a type that a checkpoint cannot hold"):
         write_tensors(path, entries({"moment": torch.zeros(4).to(torch.float8_e4m3fn)}))
     assert not path.exists()
 

@@ -109,7 +109,7 @@ def test_batches_of_another_shape_are_refused(tmp_path, tapes):
     trainer.train()
     passes = trainer.stepper.passes
     shorter = replace(passes.batch, tokens=passes.batch.tokens[:1])
-    with pytest.raises(UserError, match=r"a batch of shape \(1, 32\) comes after those of shape \(4, 32\)"):
+    with pytest.raises(UserError, match=r"a batch of shape \(1, 32\) follows batches of shape \(4, 32\)"):
         passes.forward_backward(shorter, torch.ones(()), True)
 
 

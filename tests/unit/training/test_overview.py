@@ -89,7 +89,7 @@ def test_real_data_that_is_not_saved_is_a_warning(tmp_path, capsys):
     data = {"training__dataset_path": str(tmp_path / "a.txt"), "training__cache_folder": str(tmp_path / "cache")}
     table, text = started(tmp_path / "run", capsys, model__tokenizer_path="bytes", **data)
     assert table["checkpoints"] == "none, nothing will be saved: checkpoint.enable is false"
-    assert "warning: nothing of this run will be saved: checkpoint.enable is false (--checkpoint.enable saves)" in text
+    assert "warning: this run will not be saved: checkpoint.enable is false (--checkpoint.enable saves it)" in text
     _, text = started(tmp_path / "generated", capsys)
     assert "warning" not in text
 
