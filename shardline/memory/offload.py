@@ -90,7 +90,7 @@ class Offload:
             self._advance()
             out = function(x, *others)
             if self.last is not None and self.last.output == _place(x):
-                self.last.output = _place(next(_tensors(out)))  # the next one continues from here
+                self.last.output = _place(next(_tensors(out)))  # the next offloaded block continues from here
             return out
 
         return run
