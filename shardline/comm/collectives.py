@@ -92,7 +92,7 @@ def exchange_runs(x: Tensor, sent: list[int], received: list[int], dimension: st
     name = AXIS_OF.get(dimension, dimension)
     over, counted = job.axes[name], "dp_shard" if name == "fsdp" else name
     on_host, size = runs_on_host(over.group, x.device), (sum(sent) - sent[over.rank]) * x.element_size()
-    source = x.cpu() if on_host else x  # gloo's all-to-all takes no tensors of a GPU
+    source = x.cpu() if on_host else x  # gloo's all-to-all does not accept GPU tensors
     out = source.new_empty(sum(received))
     with Observed(counted, "all_to_all", f"all_to_all over {counted} of parts of matrices", size, on_host):
         dist.all_to_all_single(out, source, received, sent, group=over.group)
@@ -163,7 +163,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-Run = Callable[[Tensor, str], Tensor]  # of a tensor and the name of an axis
+Run = Callable[[Tensor, str], Tensor]  # (tensor, name of an axis) -> tensor
 
 
 class RowOp:

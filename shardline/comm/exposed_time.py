@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 
 class Exposed:
-    """Adds up waits. A wait of a GPU lies between two events, so `take` waits for the device."""
+    """Adds up waits. A GPU's wait is measured between two events, so `take` waits for the device."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

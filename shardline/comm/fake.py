@@ -18,7 +18,7 @@ from shardline.comm.job import Traffic, job
 from shardline.comm.mesh import stop_process_group
 from shardline.errors import UserError
 
-# Part of the name of torch's op -> our word for the collective
+# Part of the name of torch's op -> our name for the collective
 KINDS = {
     "allgather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -27,7 +27,7 @@ KINDS = {
     "send": "send",
 }
 
-# (axis, kind), or (axis, kind, phase) -> how many, and how many bytes this rank sends
+# (axis, kind), or (axis, kind, phase) -> number of calls, and bytes that this rank sends
 Collectives = dict[tuple[str, ...], Counter[str]]
 PHASES = ("forward", "between stages", "backward", "end")  # "end": after the last backward
 

@@ -90,7 +90,7 @@ class Offload:
             self._advance()
             out = function(x, *others)
             if self.last is not None and self.last.output == _place(x):
-                self.last.output = _place(next(_tensors(out)))  # the next one continues from here
+                self.last.output = _place(next(_tensors(out)))  # the next offloaded block continues from here
             return out
 
         return run
@@ -256,7 +256,7 @@ class Copies:
         _bytes(memory.storage).copy_(memory.host[: memory.size], non_blocking=True)
 
     def _buffer(self, size: int) -> Tensor:
-        """Return a buffer. Its size is a power of two, as torch rounds it anyway and experts' sizes keep changing."""
+        """Return a buffer of a power-of-two size, to which torch rounds anyway: the sizes of experts keep changing."""
         room = 1 << (size - 1).bit_length()
         if self.free[room]:
             return self.free[room].pop()

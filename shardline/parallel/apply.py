@@ -204,7 +204,7 @@ def check_backend(backend: str) -> None:
         )
 
 
-GRAPHS_OF_A_KIND = 4  # blocks of one shape: with and without gradients, and for another length
+GRAPHS_OF_A_KIND = 4  # for each kind of block: with and without gradients, for two lengths
 
 
 def _kind(module: torch.nn.Module) -> tuple[Any, ...]:

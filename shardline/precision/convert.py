@@ -26,8 +26,8 @@ from shardline.registry import nearest
 
 log = logging.getLogger("shardline")
 
-AUTOMATIC = "auto_filter_small_kn"  # among the filters: small weights stay as they are
-CAPABLE = (8, 9)  # compute capability from which GPUs multiply float8
+AUTOMATIC = "auto_filter_small_kn"  # a filter that excludes small weights
+CAPABLE = (8, 9)  # the lowest compute capability of GPUs that multiply float8
 
 
 class BlockRecipes(NamedTuple):
@@ -69,7 +69,9 @@ def check_device(config: Config, device: torch.device, compute: torch.dtype) -> 
             continue
         how = f"--{section}.emulate multiplies the rounded numbers in the type of the activations instead"
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABLE:
-            raise ConfigError(f"{section}: {device.type} has no float8 products (needs a GPU of 8.9 or more); {how}")
+            raise ConfigError(
+                f"{section}: {device.type} has no float8 products (GPUs of compute capability 8.9 or more have); {how}"
+            )
         if compute != torch.bfloat16:
             kind = str(compute).removeprefix("torch.")
             raise ConfigError(f"{section}: float8 products return bfloat16, but activations are {kind}; {how}")

@@ -116,7 +116,7 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool, out:
     if emulate:
         return torch.mm(a.wide(dtype), b.wide(dtype).t(), out=out)
     of_a, of_b = a.factors, b.factors.t()
-    if of_a.numel() > 1 or of_b.numel() > 1:  # the kernels take factors of both kinds alike
+    if of_a.numel() > 1 or of_b.numel() > 1:  # the kernels need the same kind of factors for both operands
         of_a, of_b = of_a.expand(a.data.shape[0], 1), of_b.expand(1, b.data.shape[0])
     given = (a.data, b.data.t(), of_a.contiguous(), of_b.contiguous())
     product: Tensor = torch._scaled_mm(*given, out_dtype=dtype, use_fast_accum=True)

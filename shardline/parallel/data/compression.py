@@ -90,7 +90,7 @@ class LowRankExchange(GradientExchange):
         self.names, self.rank = list(names), rank
         self.matrices = [index for index, shape in enumerate(shapes) if is_worthwhile(shape, rank)]
         self.rest = [index for index in range(len(shapes)) if index not in self.matrices]
-        self.errors: dict[int, Tensor] = {}  # during an exchange: M
+        self.errors: dict[int, Tensor] = {}  # M during an exchange
         self.q: dict[int, Tensor] = {}
         self.p: dict[int, Tensor] = {}
         self.summed_rest: list[Tensor] = []

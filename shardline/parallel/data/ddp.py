@@ -117,7 +117,7 @@ class Replicas:
 
     def _start_next(self) -> None:
         self.start(self.buckets[self.next])
-        if self.next > 0:  # its first collective has run since then
+        if self.next > 0:  # meanwhile the previous bucket's first collective has run
             self.buckets[self.next - 1].exchange.advance()
         self.next += 1
 

@@ -95,7 +95,7 @@ class Fragment:
     values: list[Tensor] = field(default_factory=list)
     momenta: list[Tensor] = field(default_factory=list)
     sent: SentChanges | None = None
-    applied_at: int = -1  # step
+    applied_at: int = -1  # the step after which it was last applied
 
 
 class OuterLoop:

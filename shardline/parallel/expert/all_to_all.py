@@ -22,7 +22,7 @@ ROUTES = 4  # lines of a table after the counts, for routes that a carrier compu
 
 class _Transfer(NamedTuple):
     started: Started
-    sent: Tensor  # kept: its memory must not be used again while it is read
+    sent: Tensor  # kept, as its memory must not be reused while it is read
     arrives: Tensor
     device: torch.device
 
@@ -68,7 +68,7 @@ def _start(x: Tensor, sizes: Tensor, back: bool) -> _Transfer:
     size = (sum(sent) - sent[over.rank]) * x.element_size() * x.shape[1:].numel()
     on_host = runs_on_host(over.group, x.device)
     call = Observed(AXIS, "all_to_all", described("all_to_all", AXIS, x), size, on_host, background=True)
-    source = x.cpu() if on_host else x  # gloo's all-to-all takes no tensors of a GPU
+    source = x.cpu() if on_host else x  # gloo's all-to-all does not accept GPU tensors
     arrives = source.new_empty(sum(received), *x.shape[1:])
     start, span = now(), None if on_host else job.row_clock.begin()
     work = dist.all_to_all_single(arrives, source, received, sent, group=over.group, async_op=True)

@@ -49,7 +49,7 @@ class ExpertLoad:
         if not self.layers:
             return total
         loads, losses = total.view(len(self.layers), -1).split((self.n_experts, len(self.losses)), dim=1)
-        self.loads = loads.round()  # ranks that route the same tokens added fractions
+        self.loads = loads.round()  # ranks that route the same tokens each added a fraction
         return torch.cat([self.loads.amax(1) / self.loads.mean(1), losses.mean(0) / self.workers])
 
     def row(self, summary: list[float]) -> dict[str, Any]:

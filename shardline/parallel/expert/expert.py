@@ -99,7 +99,7 @@ def apply_experts(
             block.spec = block.spec._replace(exchange=way, run=run)
     if layout.ep == 1:
         return
-    if not by_deepep:  # its buffer is there already (deepep.start)
+    if not by_deepep:  # deepep.start has already set DeepEP's buffer
         job.carrier = AllToAll()
     shared, cut = layout.etp > 1, mesh.of_experts("ep", "etp")
     for name, parameter in list(model.named_parameters()):

@@ -35,7 +35,7 @@ class MicroBatch(NamedTuple):
     tokens: Tensor  # (B, S)
     labels: Tensor
     documents: Tensor | None
-    noise: Tensor | None = None  # keys of noise on the embeddings
+    noise: Tensor | None = None  # keys of the noise added to the embeddings
 
 
 # (micro-batch, input or None, stage) -> output: hidden states, the loss from the last stage

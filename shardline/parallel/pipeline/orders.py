@@ -146,7 +146,7 @@ def dual_pipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orde
     made = []
     for rank in range(ranks):
         behind = ranks - 1 - rank
-        whole = (rank + 1) // 2  # of the last `rank + 1` pairs; the rest is split, an odd one between its two stages
+        whole = (rank + 1) // 2  # pairs of the last `rank + 1`; the others are split, an odd one between its two stages
         phases = [
             (2 * behind, "F0"),
             (rank + 1, "F0 F1"),
@@ -167,7 +167,7 @@ def _spelled(phases: Sequence[tuple[int, str]], stages: tuple[int, int], microba
     """Expand phases into actions, and leave out those of micro-batches beyond the last."""
     actions = []
     counts = {"F": [0, 0], "B": [0, 0]}  # I and B count the same micro-batches
-    owed: list[Action] = []  # weight gradients still to compute; a W without a number is the oldest
+    owed: list[Action] = []  # weight gradients still to compute; a W without a stage takes the oldest
     for repeat, words in phases:
         for word in words.split() * repeat:
             kind, arm = word[0], int(word[1:] or -1)

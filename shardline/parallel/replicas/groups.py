@@ -37,7 +37,7 @@ from shardline.words import listed
 
 log = logging.getLogger("shardline")
 
-AXIS = "replica_groups"  # of comm_bytes
+AXIS = "replica_groups"  # the key in comm_bytes
 State = Callable[[], Mapping[str, Tensor]]
 
 
@@ -168,7 +168,7 @@ class ReplicaGroups:
             return
         try:
             sent = link.sum_over(self.group, tensors)
-        except Exception as error:  # of gloo: a group is gone, or too slow
+        except Exception as error:  # from gloo: a group is gone, or too slow
             self._break(what, error)
             return
         self.sent_bytes += sent

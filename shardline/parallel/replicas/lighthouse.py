@@ -115,7 +115,7 @@ class Lighthouse:
                 if any(one.name == own.name for one in members):
                     return members
             elif not spoken:
-                log.warning("no answer from the lighthouse at %s: trying on", self.address)
+                log.warning("no answer from the lighthouse at %s: still trying", self.address)
                 spoken = True
             if stop():
                 return None

@@ -43,7 +43,7 @@ class Plan:
     """One step, as one of the groups sees it."""
 
     own: Member
-    members: tuple[Member, ...]  # by number: the ranks of the connection between groups
+    members: tuple[Member, ...]  # sorted by number; the index is the rank in the connection between groups
     participants: tuple[Member, ...]  # the members with the most advanced weights
     sources: Mapping[str, Member]  # healing member -> the participant that sends it the state
     link: str  # name of the connection for this step
@@ -104,7 +104,7 @@ def check_same(own: Member, members: Sequence[Member]) -> None:
         if own.same.get(key) != value:
             raise UserError(
                 f"{key} = {json.dumps(own.same.get(key))} here, {json.dumps(value)} in replica group {first.number}:"
-                " groups differ in fault_tolerance.replica_id alone; start them with the same config"
+                " groups may differ only in fault_tolerance.replica_id; start them with the same config"
             )
 
 

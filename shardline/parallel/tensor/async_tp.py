@@ -276,5 +276,5 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, products: dict[str, Any], place: dict[str, Any]) -> None:
-    with contextlib.suppress(UserError):  # measured again next time
+    with contextlib.suppress(UserError):  # without the file, the next run measures again
         write_atomically(file, json.dumps({"place": place, "products": products}, indent=1))

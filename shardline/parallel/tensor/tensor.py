@@ -56,7 +56,7 @@ from shardline.models.products.linear import linear
 from shardline.parallel.tensor import overlap
 from shardline.precision.float8 import Recipe, keeps_float8
 
-# Ending of a parameter's name -> how tp cuts it; everything else is whole on every rank.
+# Ending of a parameter's name -> how tp shards it; all other parameters are whole on every rank.
 PLAN: dict[str, Placement] = {
     "attention.wqkv.weight": Shard(0),
     "attention.wqkv.bias": Shard(0),
