@@ -338,7 +338,7 @@ def test_a_typo_and_a_missing_file_are_answered_with_the_nearest_name(tmp_path):
         (["experimental.custom_import=raises.py"], "/raises.py:2)"),
         (["experimental.custom_import=leaves.py"], "/leaves.py:1)"),
         (["optimizer.lr=1e9", "training.steps=20"], "Lower optimizer.lr"),
-        (["model.name=auto", "model.hf_assets_path=none"], "model.hf_assets_path: there is no folder none: give one"),
+        (["model.name=auto", "model.hf_assets_path=none"], "model.hf_assets_path: there is no folder none: set one"),
     ],
 )
 def test_errors_name_the_key_and_what_to_do(words, expected, tmp_path, monkeypatch, capsys):
