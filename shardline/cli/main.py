@@ -21,14 +21,14 @@ from shardline.words import for_stream, masked, printable
 
 
 def program(words: Sequence[str] | None = None) -> int:
-    """Run the `shardline` command as its own process; no thread left behind may abort it at its end."""
+    """Run `shardline` as its own process, which threads left behind must not abort at its end."""
     from shardline.run.signals import claim_process
 
     claim_process()
     os.environ.setdefault(PROGRAM_VARIABLE, called_as(sys.argv[0]))
     code = main(sys.argv[1:] if words is None else words)
     is_rank = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    # Such a thread waits for a machine that is gone; if it woke while the interpreter shuts down, it would abort the process
+    # Such a thread waits for a machine that is gone; if it woke during the shutdown, it would abort the process
     hangs = any(thread.name in ("shardline-store", "shardline-quorum") for thread in threading.enumerate())
     if is_rank or hangs:
         from shardline.launch.rank_main import leave

@@ -113,7 +113,7 @@ def test_nothing_is_submitted_or_overwritten_unasked(capsys, place, monkeypatch)
         (["slurm", "--submit"], "--submit: this machine has no sbatch"),
         (["slurm", "--job-name=a/b"], "--job-name 'a/b': expected letters, digits, dots, dashes and underscores"),
         (["k8s"], "--image is missing"),
-        (["k8s", "--image=i", "--job-name=My_run"], "--job-name My_run: Kubernetes takes small letters"),
+        (["k8s", "--image=i", "--job-name=My_run"], "--job-name My_run: Kubernetes takes lowercase letters"),
         (["k8s", "--image=i", "--job-name=" + 41 * "a"], "at most 40 characters"),
         (["k8s", "--image=i", "--kind=pod"], "--kind: expected one of trainjob, pytorchjob, jobset"),
         (["k8s", "--image=i", "--submit"], "--submit: this machine has no kubectl"),
