@@ -191,7 +191,7 @@ class Machines:
             self.signals.append(number)
 
     def _pass_on(self) -> None:
-        """Send signals to the first machine, whose launcher tells the others, or, if it is gone, to all that are left."""
+        """Send signals to the first machine, whose launcher tells the others; if it is gone, to all that are left."""
         while self.signals:
             name = signal.Signals(self.signals.pop(0)).name.removeprefix("SIG")
             left = [process for process in self.processes if process.poll() is None]

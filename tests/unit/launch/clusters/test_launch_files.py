@@ -118,7 +118,7 @@ def test_nothing_is_submitted_or_overwritten_unasked(capsys, place, monkeypatch)
         (["k8s", "--image=i", "--kind=pod"], "--kind: expected one of trainjob, pytorchjob, jobset"),
         (["k8s", "--image=i", "--submit"], "--submit: this machine has no kubectl"),
         (["ssh"], "--hosts is missing"),
-        (["ssh", "--hosts=a,a"], "a machine stands there twice"),
+        (["ssh", "--hosts=a,a"], "names a machine twice"),
         (["ssh", "--hosts=a", "--ssh=no-such-command"], "there is no command 'no-such-command'"),
         (["pbs"], "there is no command 'pbs'"),
     ],
