@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """An input of the user cannot be used; the message names it and what would work."""
+    """A user's input cannot be used; the message names it and what would work."""
 
 
 class ConfigError(UserError):

@@ -4,7 +4,7 @@
     hf://datasets/owner/name@revision/data/*.jsonl  files of a dataset
 
 A file or folder of that name comes first. `run/downloads.py` downloads what a config names and gives each name the
-commit that it stands for, so that a written config means the same files for ever.
+commit that it stands for, so that a written config always means the same files.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _REPO = r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 _REVISION = r"(?:@(?P<revision>refs/\w+/[\w.-]+|[\w.-]+))?"
 _MODEL = re.compile(rf"(?:hf://)?{_REPO}{_REVISION}")
 _DATASET = re.compile(rf"hf://datasets/{_REPO}{_REVISION}(?:/(?P<path>.*))?")
-_FILES = (".json", ".model", ".txt", ".jinja")  # what ends so is a file, not a model
+_FILES = (".json", ".model", ".txt", ".jinja")  # a name that ends so is a file, not a model
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class HubName(NamedTuple):
-    """A repository of the Hub, at a revision; of a dataset also a file, folder or glob in it."""
+    """A repository on the Hub, at a revision; for a dataset, also a file, folder or glob in it."""
 
     kind: Literal["model", "dataset"]
     repo: str
@@ -37,7 +37,7 @@ class HubName(NamedTuple):
 
     @property
     def folder(self) -> Path | None:
-        """Where the cache has this revision; None where it has not."""
+        """Where the cache has this revision; None if it does not."""
         cache = cache_folder()
         if cache is None:
             return None
@@ -59,7 +59,7 @@ def cache_folder() -> Path | None:
 
 
 def model_name(text: str) -> HubName | None:
-    """The model that a text names; None for a path, and for what is there on this machine."""
+    """The model that a text names; None for a path, and for what exists on this machine."""
     found = _MODEL.fullmatch(text)
     if found is None or text.endswith(_FILES) or os.path.exists(text):
         return None

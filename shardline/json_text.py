@@ -1,6 +1,6 @@
-"""JSON that others wrote: what was read, or a ValueError that says what is wrong. Nothing may nest deeply.
+"""Parses JSON that others wrote, or raises a ValueError that says what is wrong. Deep nesting is refused.
 
-Whoever walks through a value may then do so by recursion. How deep the library of Python goes depends on its version.
+So code may walk through a value by recursion. How deep Python's own parser goes depends on its version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _decoder = json.JSONDecoder()
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads` whose only error is ValueError, also for bytes that are no UTF-8 and for what nests too deeply."""
+    """`json.loads` that raises only ValueError, also for bytes that are not UTF-8 and values that nest too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -35,7 +35,7 @@ def parse_one(text: str, start: int) -> tuple[Any, int]:
 
 
 def _refuse_depth(value: Any, brackets: int) -> None:
-    """Look at one level after the other, where there are brackets enough to nest too deeply at all."""
+    """Refuse a value that nests too deeply: look level by level, if there are enough brackets for that."""
     level = [value] if brackets > DEEPEST else []
     for _ in range(DEEPEST):
         rows = (one.values() if isinstance(one, dict) else one for one in level)

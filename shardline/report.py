@@ -14,7 +14,7 @@ from typing import Literal
 
 from shardline.errors import UserError
 
-# How a rank ended. The last four are about machines: one was lost; or machines join, leave or stop: no failures.
+# How a rank ended. The last four are about machines: one was lost; or, without a failure, they join, leave or stop.
 Kind = Literal["user", "error", "lost_peer", "hang", "signal", "exit", "machine", "regroup", "leave", "stop"]
 
 REPORT_VARIABLE = "SHARDLINE_REPORT"  # where the launcher wants the report of this rank

@@ -69,7 +69,7 @@ class ShellCommand(str):
 
 
 class Part(NamedTuple):
-    """A part of a line. Those with the highest `place` give way first; 0 never does."""
+    """A part of a line. Those with the highest `place` are dropped first; 0 never is."""
 
     text: str
     place: int = 0
@@ -125,7 +125,7 @@ ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?
 
 
 def printable(text: str) -> str:
-    """A text of others without escape sequences and control characters; line breaks and tabs stay."""
+    """Remove escape sequences and control characters from a text; line breaks and tabs stay."""
     if text.isprintable():
         return text
     kept = ESCAPES.sub("", text)
@@ -152,7 +152,7 @@ def masked(text: str) -> str:
 
 
 def password_problem(text: str) -> str:
-    """Why a text is refused that holds a password; "" for any other."""
+    """Why a text that holds a password is refused; "" for any other."""
     shown = masked(text)
     if shown == text:
         return ""

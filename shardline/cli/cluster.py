@@ -1,4 +1,4 @@
-"""Commands that start a run elsewhere: SLURM, Kubernetes, ssh; and the place where replica groups meet."""
+"""Commands that start a run elsewhere: SLURM, Kubernetes, ssh; and the lighthouse of replica groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def _launch(name: str, parsed: Parsed) -> int:
     from shardline.config.check import refuse_pending
 
-    # In a cluster the model's folder may be where this machine has nothing.
+    # The model's folder may exist only inside the cluster.
     config = load(parsed.file, parsed.flags, check_model=name != "kubernetes")
     with placing(config):
         refuse_pending(config)
@@ -30,7 +30,7 @@ _NODES = Option("nodes", "Number of machines.", int, "N", default=1, low=1)
 _GPUS = Option("gpus-per-node", "GPUs of each machine; unset: none.", int, "N", low=1)
 _JOB_NAME = Option("job-name", "Name of the job; unset: that of FILE.", str, "NAME", default="")
 _RESTARTS = Option("max-restarts", "How often failed ranks are restarted inside the job.", int, "N", default=0, low=0)
-_ENV_FILE = Option("env-file", "File of lines NAME=VALUE, variables of every rank.", str, "FILE", default="")
+_ENV_FILE = Option("env-file", "File of NAME=VALUE lines, variables for every rank.", str, "FILE", default="")
 _SUBMISSION = (
     Option("out", "File to write; unset: named after the job.", str, "FILE", default=""),
     Option("dry-run", "Print it, write nothing.", bool),
@@ -43,9 +43,9 @@ LAUNCH_SLURM = Command(
     (
         _NODES,
         _GPUS,
-        processes(" of the cluster; unset: one per GPU, or one"),
+        processes("; unset: one per GPU, or one"),
         Option("cpus-per-task", "Cores of each machine; unset: whole machines, --exclusive.", int, "N", low=1),
-        Option("time", "Time limit of one start, as sbatch takes it: 24:00:00.", str, "TIME", default=""),
+        Option("time", "Time limit of one start, in sbatch's format: 24:00:00.", str, "TIME", default=""),
         Option("partition", "Partition.", str, "NAME", default=""),
         Option("account", "Account.", str, "NAME", default=""),
         Option("qos", "Quality of service.", str, "NAME", default=""),
@@ -75,14 +75,14 @@ LAUNCH_K8S = Command(
         Option("kind", "trainjob, pytorchjob or jobset.", str, "NAME", (), _KINDS, "trainjob"),
         _NODES,
         _GPUS,
-        processes(" of the cluster; unset: one per GPU, or one"),
-        Option("claim", "PersistentVolumeClaim of the shared disk; unset: one is made.", str, "NAME", default=""),
-        Option("storage", "Size of the disk that is made.", str, "SIZE", default="200Gi"),
+        processes("; unset: one per GPU, or one"),
+        Option("claim", "PersistentVolumeClaim of the shared disk; unset: a new one.", str, "NAME", default=""),
+        Option("storage", "Size of the new disk.", str, "SIZE", default="200Gi"),
         Option("mount", "Where pods see the disk; relative paths of FILE start there.", str, "PATH", default="/shared"),
         Option("namespace", "Namespace.", str, "NAME", default="default"),
         _JOB_NAME,
         _RESTARTS,
-        Option("restarts", "How often the cluster starts the job again.", int, "N", default=10, low=0),
+        Option("restarts", "How often the cluster restarts the job.", int, "N", default=10, low=0),
         _ENV_FILE,
         *_SUBMISSION,
     ),
@@ -116,7 +116,7 @@ LAUNCH_SSH = Command(
     ),
     functools.partial(_launch, "ssh"),
     config_flags=True,
-    details="Folder, FILE and this program are at the same places on all machines, the run's folder on a shared disk.",
+    details="Folder, FILE and this program need the same paths on all machines; the run's folder, a shared disk.",
     examples=("shardline launch ssh run.toml --hosts a,b --nproc 8",),
 )
 
@@ -129,12 +129,14 @@ def _lighthouse(parsed: Parsed) -> int:
 
 LIGHTHOUSE = Command(
     "lighthouse",
-    "Serve the place in which replica groups find each other (fault_tolerance.enable), until Ctrl-C.",
+    "Serve the lighthouse, where replica groups find each other (fault_tolerance.enable), until Ctrl-C.",
     (),
     (
-        Option("bind", "Address to listen at; port 0: any that is free.", str, "HOST:PORT", default="127.0.0.1:29510"),
+        Option("bind", "Address to listen at; port 0: any free port.", str, "HOST:PORT", default="127.0.0.1:29510"),
         Option("min-replicas", "Fewest groups that train.", int, "N", default=1, low=1),
-        Option("join-timeout", "Seconds to wait for a group that lives and does not come.", float, "S", default=60.0),
+        Option(
+            "join-timeout", "Seconds to wait for a group that is alive but does not join.", float, "S", default=60.0
+        ),
         Option("heartbeat-timeout", "Seconds of silence after which a group is lost.", float, "S", default=5.0),
     ),
     _lighthouse,

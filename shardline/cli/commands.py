@@ -48,7 +48,7 @@ def _train(parsed: Parsed) -> int:
     named = take_surroundings(parsed.named(), parsed.given)
     options = TrainOptions(**named, debug=parsed.options["debug"], words=parsed.words)
     if options.resume and options.overwrite:
-        raise UserError("--resume continues a run and --overwrite moves it aside: give one of them")
+        raise UserError("--resume continues a run and --overwrite moves it aside: use only one of them")
     if options.world_size is not None and not options.dry_run:
         raise UserError("--world-size is for --dry-run; --nproc starts processes")
     config = load(parsed.file, parsed.flags, check_model=True, download=True)
@@ -121,7 +121,7 @@ TRAIN = Command(
     (
         Option("resume", "Resume from the latest checkpoint; an error if there is none.", bool),
         Option("overwrite", "Move the run that is already in the folder aside.", bool),
-        Option("measure-again", "Measure what async TP chooses by, whatever earlier runs measured.", bool),
+        Option("measure-again", "Measure again what async TP chooses by, and ignore earlier measurements.", bool),
         Option("dry-run", "Report layout, sizes and communication; do not train.", bool),
         Option("world-size", "Number of ranks in a dry run.", int, "N", low=1),
         processes("", default=1),

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from shardline.config.schema import Config
 
 DTYPE = Option("dtype", f"Convert to {', '.join(DTYPES)}; unset keeps the types.", str, "TYPE", choices=DTYPES)
-BASE = Option("base", "Of an adapter: where its frozen weights are now.", str, "FOLDER")
+BASE = Option("base", "For an adapter: where its frozen weights are now.", str, "FOLDER")
 JSON = Option("json", "Print one JSON object per line.", bool)
 ITERATIONS = Option("iterations", "Timed calls; unset: as many as fit into half a second.", int, "N", low=1)
 RENDEZVOUS = (
     Option("nnodes", "Number of machines, or a range.", str, "N|MIN:MAX", default="1"),
     Option("node-rank", "Number of this machine, from 0.", int, "N", default=0, low=0),
-    Option("rdzv-id", "Name of the job under which machines meet.", str, "ID", default="none"),
-    Option("rdzv-backend", "How machines meet: static or c10d.", str, "NAME", default="static"),
-    Option("rdzv-endpoint", "Address at which machines meet.", str, "HOST:PORT", default=""),
+    Option("rdzv-id", "Name of the job, the same on all machines.", str, "ID", default="none"),
+    Option("rdzv-backend", "Rendezvous backend: static or c10d.", str, "NAME", default="static"),
+    Option("rdzv-endpoint", "Address of the rendezvous, on the first machine.", str, "HOST:PORT", default=""),
     Option("rdzv-secret-file", "File (mode 0600) with the secret that all machines share.", str, "FILE", default=""),
 )
 
 
 def processes(help: str, default: int | None = None) -> Option:
-    return Option("nproc", f"Processes on this machine{help}.", int, "N", ("nproc-per-node",), default=default, low=1)
+    return Option("nproc", f"Processes per machine{help}.", int, "N", ("nproc-per-node",), default=default, low=1)
 
 
 CONFIG_DETAILS = f"""\
@@ -45,7 +45,7 @@ def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, d
     """The config of a command: loaded, its custom module imported, its combinations checked.
 
     A rank takes the config of the launcher that started it, which has checked it. With `download`, the sizes
-    and the tokenizer of a model that it names on the Hub are brought here; without, that model is not checked.
+    and the tokenizer of a model on the Hub are downloaded; without it, such a model is not checked.
     """
     from shardline.config.check import check
     from shardline.config.load import load_config, take_handed_over
@@ -63,7 +63,7 @@ def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, d
 
 
 def _check_model(config: Config, download: bool) -> Config:
-    """Resolve the flavor and its overrides, unless the model is not built yet or not here."""
+    """Resolve the flavor and its overrides, unless the model is not built yet or not on this machine."""
     from shardline.config.check import check_architecture, check_parameters, pending, with_data_named
     from shardline.hub import model_name
     from shardline.run.downloads import downloaded
@@ -72,7 +72,7 @@ def _check_model(config: Config, download: bool) -> Config:
     if download:
         config = downloaded(config, weights=False, data=False)
     elif name is not None and name.folder is None:
-        print(f"note: {name} is a model of the Hub, which `shardline train` downloads: not checked", file=sys.stderr)
+        print(f"note: {name} is a model on the Hub, which `shardline train` downloads: not checked", file=sys.stderr)
         return config
     if pending(config).keys() & {"model.name", "model.flavor"}:
         return config

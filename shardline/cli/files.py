@@ -79,7 +79,7 @@ PREPARE = Command(
 )
 SHOW = Command(
     "data show",
-    "Print samples as training reads them, trained tokens coloured, and how many tokens there are.",
+    "Print samples as training reads them, with trained tokens colored, and the number of tokens.",
     ("[FILE]",),
     (
         Option("samples", "Samples of each source to print.", int, "N", default=3, low=0),
@@ -88,7 +88,7 @@ SHOW = Command(
     _show,
     config_flags=True,
     details="FILE: a data file (JSON, JSONL, Parquet), or a config with data.sources; --preset names a packaged one."
-    "\nFlags such as --data.chat_template chatml and --model.tokenizer_path PATH hold for both.",
+    "\nFlags such as --data.chat_template chatml and --model.tokenizer_path PATH apply to both.",
     examples=(
         "shardline data show --preset chat-demo",
         "shardline data show run.toml --samples 5",
@@ -97,11 +97,11 @@ SHOW = Command(
 )
 VERIFY_DATA = Command(
     "data verify",
-    "Read a whole token store and compare it with its checksums; exit code 2 names files and bytes.",
+    "Read a whole token store and compare it with its checksums; exit code 2 if files are damaged, with their names.",
     ("FOLDER",),
     (),
     "shardline.tools.data_verify:verify",
-    details="A run verifies what it reads, when it first reads it (training.verify_data); this reads everything.",
+    details="A run verifies data when it first reads it (training.verify_data); this command reads everything.",
     examples=("shardline data verify store",),
 )
 IMPORT = Command(
@@ -132,7 +132,7 @@ EXPORT = Command(
         DTYPE,
         Option("max-shard-size", "hf: largest file, such as 500MB or 2GiB; unset: 5GB.", str, "SIZE"),
         Option("overwrite", "Replace OUT.", bool),
-        Option("merge", "Of a run with LoRA: write the whole model, not the adapter.", bool),
+        Option("merge", "For a run with LoRA: write the whole model, not the adapter.", bool),
         BASE,
     ),
     "shardline.checkpoint.convert:export",
@@ -167,7 +167,7 @@ CHECKPOINT_SHOW = Command(
     ("PATH",),
     (Option("tensors", "List every tensor with its type, shape and shards.", bool), JSON),
     "shardline.tools.checkpoints:show",
-    details=_CHECKPOINTS + "\nOf several steps the newest is shown.",
+    details=_CHECKPOINTS + "\nIf there are several steps, the newest is shown.",
     examples=(
         "shardline checkpoint show outputs/run",
         "shardline checkpoint show outputs/run/checkpoint/step-200 --tensors",

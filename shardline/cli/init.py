@@ -40,7 +40,7 @@ MODEL_OF_DEMO = "llama3 debugmodel"
 def run(file: Path, given: Mapping[str, str | None], check: Callable[[str], Config]) -> int:
     """Ask what was not given, and write the config once it is checked; `check` loads it from a file."""
     if file.exists():
-        raise UserError(f"{file} is there already: give another name, as in shardline init other.toml")
+        raise UserError(f"{file} already exists: use another name, as in shardline init other.toml")
     if not file.parent.is_dir():
         raise UserError(f"{file}: there is no folder {file.parent}")
     text = config_text(answers(given))
@@ -105,7 +105,7 @@ def _asked(number: int, question: Question, default: str) -> str:
     if not sys.stdin.isatty():
         print(line.rstrip("\n"), file=sys.stderr)
     if not line:
-        raise UserError(f"the input ended before question {number}: give --{question.key} VALUE, or an empty line")
+        raise UserError(f"the input ended before question {number}: pass --{question.key} VALUE, or an empty line")
     return line.strip() or default
 
 
@@ -123,7 +123,7 @@ def _problem(key: str, value: str) -> str | None:
     if key == "gpus" and not (value.isascii() and value.isdigit()):
         return f"--gpus: expected a whole number, 0 or more, got {value!r}"
     if key == "model" and is_hf(value) and "/" not in value and not os.path.isdir(value):
-        return f"--model: expected FAMILY FLAVOR, a folder that is there, or owner/name of the Hub, got {value!r}"
+        return f"--model: expected FAMILY FLAVOR, an existing folder, or owner/name on the Hub, got {value!r}"
     return None
 
 
@@ -135,7 +135,7 @@ def config_text(found: Mapping[str, str]) -> str:
     gpus = int(found["gpus"])
     parts = [
         f"# Written by shardline init; `shardline config --comments` explains every key.\n# ranks: {max(1, gpus)}",
-        _section("job", ("dump_folder", found["run"], "All files of the run; a run that is there is resumed.")),
+        _section("job", ("dump_folder", found["run"], "All files of the run; an existing run is resumed.")),
         _model(found),
         _lora(found),
         _data(found),
@@ -145,12 +145,12 @@ def config_text(found: Mapping[str, str]) -> str:
             ("enable", True, "Save, so that nothing is lost and the run can be resumed."),
             ("interval", 100, "Steps between saves."),
             ("keep_latest_k", 3, "Older ones are removed."),
-            *([("initial_load_in_hf", True, "Begin with the weights in the folder.")] if _loads(found) else []),
+            *([("initial_load_in_hf", True, "Start from the weights in the folder.")] if _loads(found) else []),
         ),
         _machine(gpus),
         _section(
             "generation",
-            ("prompts", ["The"], "What the model makes of these prompts is logged while it trains."),
+            ("prompts", ["The"], "How the model continues these prompts is logged while it trains."),
             ("freq", 100, "Steps between samples."),
         ),
     ]
@@ -173,7 +173,7 @@ def _model(found: Mapping[str, str]) -> str:
     rows: list[tuple[str, object, str]] = [
         ("name", name, "Family."),
         ("flavor", flavor, "Size."),
-        ("tokenizer_path", "bytes", "One token a byte; name a tokenizer.json or its folder for a real vocabulary."),
+        ("tokenizer_path", "bytes", "One token per byte; name a tokenizer.json or its folder for a real vocabulary."),
     ]
     return _section("model", *rows)
 
@@ -183,8 +183,8 @@ def _lora(found: Mapping[str, str]) -> str:
         return ""
     return _section(
         "lora",
-        ("enable", True, "Train matrices of low rank beside the frozen weights."),
-        ("rank", 16, "Columns of each; more of them can learn more."),
+        ("enable", True, "Train low-rank matrices beside the frozen weights."),
+        ("rank", 16, "Rank of the matrices; a higher one can learn more."),
         ("alpha", 32.0, "Their product is multiplied by alpha / rank."),
     )
 
@@ -194,7 +194,7 @@ def _data(found: Mapping[str, str]) -> str:
     small = found["model"] == MODEL_OF_DEMO
     kind = None if found["goal"] == "pretrain" else record_type(found["data"])
     if kind is not None:
-        table = "[[data.sources]]\n# Records; `shardline data show` prints what is trained of them.\npath = "
+        table = "[[data.sources]]\n# Records; `shardline data show` prints which of their tokens are trained.\npath = "
         return table + f"{toml_value(found['data'])}\ntype = {toml_value(kind)}\n\n" + _training(found, small, [])
     rows: list[tuple[str, object, str]] = [
         ("dataset", "demo", "Generated text, to see everything run.")
@@ -206,10 +206,10 @@ def _data(found: Mapping[str, str]) -> str:
 
 def _training(found: Mapping[str, str], small: bool, rows: list[tuple[str, object, str]]) -> str:
     size: list[tuple[str, object, str]] = [
-        ("seq_len", 256 if small else 2048, "Tokens of a sequence."),
-        ("local_batch_size", 8 if small else 1, "Sequences that a rank computes at a time: the knob for memory."),
-        ("global_batch_size", 8 * max(1, int(found["gpus"])), "Sequences of a step, on all ranks."),
-        ("steps", 1000, "Optimizer steps; training.epochs takes its place where that is known."),
+        ("seq_len", 256 if small else 2048, "Tokens per sequence."),
+        ("local_batch_size", 8 if small else 1, "Sequences per rank in one forward pass: the knob for memory."),
+        ("global_batch_size", 8 * max(1, int(found["gpus"])), "Sequences per step, over all ranks."),
+        ("steps", 1000, "Optimizer steps; training.epochs can be set instead."),
     ]
     return _section("training", *rows, *size)
 
@@ -226,7 +226,7 @@ def record_type(path: str) -> str | None:
 
 
 def _optimizer(found: Mapping[str, str]) -> str:
-    rate = _section("optimizer", ("lr", RATES[found["goal"]], "Peak learning rate; docs/console.md has usual ones."))
+    rate = _section("optimizer", ("lr", RATES[found["goal"]], "Peak learning rate; docs/console.md has typical ones."))
     return (
         rate
         + "\n\n"
@@ -234,7 +234,7 @@ def _optimizer(found: Mapping[str, str]) -> str:
             "lr_scheduler",
             ("warmup_steps", 50, "Steps in which the rate rises."),
             ("decay_type", "cosine", "How it falls after that."),
-            ("min_lr_factor", 0.1, "Where it ends, in units of lr."),
+            ("min_lr_factor", 0.1, "Where it ends, as a fraction of lr."),
         )
     )
 
@@ -245,5 +245,9 @@ def _machine(gpus: int) -> str:
     compiled = _section("compile", ("enable", True, "Faster steps, a slower start."))
     if gpus == 1:
         return compiled
-    shard = ("data_parallel_shard_degree", -1, "FSDP: weights, gradients and optimizer state are cut over all ranks.")
+    shard = (
+        "data_parallel_shard_degree",
+        -1,
+        "FSDP: weights, gradients and optimizer state are sharded over all ranks.",
+    )
     return _section("parallelism", shard) + "\n\n" + compiled

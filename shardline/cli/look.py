@@ -28,7 +28,9 @@ def _eval(parsed: Parsed) -> int:
     tasks, data = named["tasks"], named["data"]
     for name in (word.lstrip("-").partition("=")[0] for word in parsed.flags if word.startswith("--")):
         if not name.startswith(("validation.", "data.", "model.tokenizer_path", *READ_BY_EVAL)):
-            raise UserError(f"shardline eval: there is no option --{name}: of a config it reads how data is read")
+            raise UserError(
+                f"shardline eval: there is no option --{name}: it takes only the config keys that say how data is read"
+            )
     with_tasks = {"include_path", "num_fewshot", "limit", "batch_size", "out", "device", "tokenizer"}
     with_data = {"nproc"}
     defaults = {option.key: option.default for option in EVAL.options}
@@ -38,7 +40,7 @@ def _eval(parsed: Parsed) -> int:
         raise UserError(
             f"shardline eval: {one} is for a file of data, --tasks for tasks: evaluate one after the other"
             if tasks
-            else f"shardline eval: {one} is for tasks: give --tasks"
+            else f"shardline eval: {one} is for tasks: add --tasks"
         )
     from pathlib import Path
 
@@ -62,7 +64,7 @@ EVAL = Command(
     (
         Option(
             "data",
-            "File, glob or prepared store to take the perplexity of; unset: the run's validation data.",
+            "File, glob or prepared store to compute the perplexity of; unset: the run's validation data.",
             str,
             "FILE",
         ),
@@ -70,7 +72,7 @@ EVAL = Command(
         Option("tasks", "Tasks of lm-evaluation-harness, such as hellaswag,arc_easy.", str, "NAMES"),
         Option("include-path", "Tasks: folder with task files of your own (YAML).", str, "FOLDER"),
         Option("num-fewshot", "Tasks: examples before each question; unset: the task's number.", int, "N", low=0),
-        Option("limit", "Tasks: questions of each; unset: all.", int, "N", low=1),
+        Option("limit", "Tasks: questions per task; unset: all.", int, "N", low=1),
         Option("batch-size", "Tasks: questions in one forward pass.", int, "N", default=8, low=1),
         Option("out", "Tasks: write the results to this file, as JSON.", str, "FILE"),
         Option("device", "Tasks: cpu or cuda; unset takes a GPU if there is one.", str, "NAME"),
@@ -100,12 +102,12 @@ def _tail(parsed: Parsed) -> int:
 
 REPORT = Command(
     "report",
-    "Draw runs, finished or under way: curves, where a step goes, pipeline, mesh, events, config; one HTML file.",
+    "Draw runs, finished or running, in one HTML file: curves, the time of a step, pipeline, mesh, events, config.",
     ("RUN...",),
     (
         Option("out", "Write the page to this file; unset: report.html in the run's folder.", str, "FILE"),
         Option("watch", "Serve the page on this machine and keep it up to date, until Ctrl-C.", bool),
-        Option("port", "Port of --watch; 0: any that is free.", int, "N", default=8421, low=0),
+        Option("port", "Port of --watch; 0: any free port.", int, "N", default=8421, low=0),
     ),
     "shardline.show.report:command",
     details="RUN: the folder of a run; up to five are drawn beside each other, with what differs in their configs."
@@ -119,11 +121,11 @@ REPORT = Command(
 
 TAIL = Command(
     "tail",
-    "Follow a run by its files, also one of another machine on a shared folder, until it ends.",
+    "Follow a run by its files until it ends, also one on another machine with a shared folder.",
     ("RUN",),
     (
-        Option("lines", "Lines to show of what was before.", int, "N", default=10, low=0),
-        Option("no-follow", "Show them and end.", bool),
+        Option("lines", "Earlier lines to show.", int, "N", default=10, low=0),
+        Option("no-follow", "Show these lines and exit.", bool),
     ),
     _tail,
     details="RUN: the folder of a run. Exit code 0: it ended; 1: it failed. A pipe gets whole lines.",
@@ -170,8 +172,8 @@ INIT = Command(
         Option("run", "Answer: the folder of the run.", str, "FOLDER"),
     ),
     _init,
-    details="FILE: run.toml unless named; one that is there is not touched. What an option answers is not asked;"
-    "\nthrough a pipe each line is an answer, an empty one takes the default. The config is checked before"
+    details="FILE: run.toml by default; an existing file is not touched. What an option answers is not asked;"
+    "\nthrough a pipe, each line is an answer, and an empty one takes the default. The config is checked before"
     "\nit is written.",
     examples=(
         "shardline init",

@@ -21,14 +21,14 @@ from shardline.words import for_stream, masked, printable
 
 
 def program(words: Sequence[str] | None = None) -> int:
-    """The `shardline` command as a process of its own, which threads left behind must not abort at its end."""
+    """Run `shardline` as its own process, which threads left behind must not abort at its end."""
     from shardline.run.signals import claim_process
 
     claim_process()
     os.environ.setdefault(PROGRAM_VARIABLE, called_as(sys.argv[0]))
     code = main(sys.argv[1:] if words is None else words)
     is_rank = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    # Such a thread waits for a machine that is gone; if it woke while the interpreter ends, it would abort the process
+    # Such a thread waits for a machine that is gone; if it woke during the shutdown, it would abort the process
     hangs = any(thread.name in ("shardline-store", "shardline-quorum") for thread in threading.enumerate())
     if is_rank or hangs:
         from shardline.launch.rank_main import leave
@@ -52,8 +52,10 @@ def called_as(first_word: str) -> str:
 
 
 def main(given: Sequence[str]) -> int:
-    """Run one command and return its exit code. An error that the user can mend is a message without a traceback."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reads it on import, and would write into the bar
+    """Run one command and return its exit code. A UserError is printed as a message without a traceback."""
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # torch's profiler reads it on import, and would write into the progress bar
     try:
         code = dispatch(given)
         sys.stdout.flush()

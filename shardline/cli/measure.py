@@ -163,7 +163,7 @@ BENCH_OVERLAP = Command(
 )
 BENCH_EXPERTS = Command(
     "bench experts",
-    "Measure how fast rows travel to experts on other ranks, and how much of that a layer hides.",
+    "Measure how fast tokens are sent to experts on other ranks, and how much of that a layer hides.",
     (),
     (
         Option("model", "Model family.", str, "NAME", default="deepseek_v3"),
@@ -182,7 +182,7 @@ BENCH_EXPERTS = Command(
     ),
     _bench_experts,
     config_flags=True,
-    details="Each for a balanced routing and a skewed one, in which one rank gets --skew times the mean number of rows,"
+    details="Both for a balanced routing and a skewed one, in which one rank gets --skew times the mean number of rows,"
     "\nat most 0.9 of all rows.",
     examples=(
         "shardline bench experts --model deepseek_v3 --flavor 16B --ep 2 --tokens 8192",
@@ -192,7 +192,7 @@ BENCH_EXPERTS = Command(
 )
 BENCH_DEVICE = Command(
     "bench device",
-    "Measure this machine: products by shape and type, attention, copies, and with --nproc collectives.",
+    "Measure this machine: matrix products by shape and type, attention, copies, and with --nproc collectives.",
     (),
     (
         Option("write", "Also write a profile, which `shardline plan --gpu FILE` reads.", str, "FILE"),
@@ -214,7 +214,7 @@ DOCTOR = Command(
     (JSON, processes("; unset: one, without links between ranks"), *RENDEZVOUS),
     _doctor,
     config_flags=True,
-    details="FILE: a config, for whose checkpoints there must be room. Exit code 1: something would break a run."
+    details="FILE: a config, whose checkpoints must have room on the disk. Exit code 1: something would break a run."
     "\nUnder torchrun or srun it examines the ranks that are there. docs/doctor.md explains each finding.",
     examples=(
         "shardline doctor",
@@ -250,21 +250,21 @@ TRACE_KERNELS = Command(
 )
 PLAN = Command(
     "plan",
-    "Say which layouts of a number of GPUs fit, and how fast each will be, without running anything.",
+    "Predict which layouts fit a number of GPUs, and how fast each will be, without running anything.",
     ("[FILE]",),
     (
         Option("gpus", "Number of GPUs.", int, "N", low=1),
         Option("nodes", "Number of machines, instead of --gpus.", int, "N", low=1),
-        Option("gpu", "Their kind, or a profile (FILE.toml); unset: this machine's.", str, "NAME"),
+        Option("gpu", "Kind of GPU, or a profile (FILE.toml); unset: this machine's.", str, "NAME"),
         Option("gpus-per-node", "GPUs of one machine; unset: as the profile says.", int, "N", low=1),
-        Option("model", "Model family, where there is no FILE.", str, "NAME"),
+        Option("model", "Model family, if there is no FILE.", str, "NAME"),
         Option("flavor", "Size of the model.", str, "NAME"),
         Option("seq", "Tokens per sequence.", int, "N", low=1),
         Option("global-batch", "Sequences per step; unset: the config's.", int, "N", low=1),
         Option("top", "Layouts to show.", int, "N", default=10, low=1),
         Option("goal", "What is best: speed, memory or cost.", str, "NAME", (), ("speed", "memory", "cost"), "speed"),
         Option("price", "Price of a GPU hour, for --tokens.", float, "X", low=0),
-        Option("tokens", "Also say how long so many tokens take.", float, "N", low=1),
+        Option("tokens", "Also predict how long this many tokens take.", float, "N", low=1),
         Option("write", "Write the best layout as a config.", str, "FILE"),
         Option("check", "Only say whether FILE fits as it is; exit code 1 if not.", bool),
         JSON,
@@ -282,7 +282,7 @@ PLAN = Command(
 )
 TRACE_HANG = Command(
     "trace hang",
-    "Compare the flight recorders of a job's ranks: which collective did not end, and who is missing.",
+    "Compare the flight recorders of a job's ranks: which collective did not end, and which ranks are missing.",
     ("RUN",),
     (JSON,),
     "shardline.tools.trace_hang:command",

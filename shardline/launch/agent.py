@@ -5,7 +5,7 @@
        └──a machine joins─> ask the ranks to stop, save ──┘
 
 A rank that fails ends all of them, and its own error is shown, once. A failure counts as a restart, machines that join
-or leave do not. What a restart cannot mend (a `UserError`) ends the job, and so does a failure when no restart is left:
+or leave do not. What a restart cannot fix (a `UserError`) ends the job, and so does a failure when no restart is left:
 a job without restarts is one with 0 of them. Signals go on to the ranks, which end at a step boundary.
 """
 
@@ -47,7 +47,7 @@ STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank th
 FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # requests to save and to write the flight recorder's files, not to end
 MEETING_SECONDS = 900  # that machines wait for each other
 WATCH_SECONDS = 0.1
-SURE_GRACE = 0.5  # seconds from a failure with a cause of its own for an earlier one to show, before a restart
+SURE_GRACE = 0.5  # seconds before a restart, from a failure with its own cause, for an earlier one to show
 FAILURE_GRACE = 2.0  # seconds from a failure that ends the job for the other ranks to end by themselves
 OTHER_HOST_GRACE = 5.0  # seconds for the report of another machine, where the cause seems to lie there
 SECOND_SIGNAL_GRACE = 5.0
@@ -66,7 +66,7 @@ class Launch:
     preempted_exit_code: int = 128 + signal.SIGTERM  # of ranks that SIGTERM or a time limit ended at a step boundary
     lost_machine_seconds: float = 10.0
     saves: bool = False  # ranks that are asked to stop lose nothing
-    misfit: Callable[[int], str] = lambda ranks: ""  # why the layout cannot be had with so many ranks
+    misfit: Callable[[int], str] = lambda ranks: ""  # why that many ranks cannot run the layout
     way_on: Callable[[str], list[str]] = lambda folder: []  # lines after a failure, given the run's folder
 
     def terms(self) -> Terms:
@@ -86,12 +86,12 @@ class RoundStatus(enum.Enum):
     """What a look at a round finds."""
 
     RUNNING = enum.auto()
-    AGAIN = enum.auto()  # it is over and there is to be another one
+    AGAIN = enum.auto()  # it is over, and another one follows
     OVER = enum.auto()  # the job has ended
 
 
 def start_ranks(launch: Launch) -> int:
-    """Run the ranks of this machine to their end and return the exit code. Raises what was a rank's UserError."""
+    """Run the ranks of this machine to their end and return the exit code. Raises a rank's UserError."""
     umask = forbid_others_to_write()
     with scratch_folder() as folder:
         agent = Agent(launch, folder)
@@ -119,7 +119,7 @@ def _handling_signals(agent: Agent) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         ended = all(rank.code is not None for rank in agent.ranks)
         for number, handler in previous.items():
-            if not (ended and signals.ends_with_run):  # when ranks have ended, no signal changes how
+            if not (ended and signals.ends_with_run):  # once the ranks have ended, no signal changes the exit code
                 signal.signal(number, handler)
 
 
@@ -243,13 +243,13 @@ class Agent:
         if not ended:
             return RoundStatus.RUNNING
         is_stopping = bool(self.signals) or self.stopping_for is not None
-        # All ranks here have ended well: where the store is gone, nobody will say that the others have, too.
+        # All ranks here have ended well; if the store is gone, nobody can report that the others have, too.
         is_alone = self.rendezvous.silent_seconds > max(OTHER_HOST_GRACE, self.launch.lost_machine_seconds)
         done = is_stopping or self.rendezvous.is_done() or self.rendezvous.cut_off or is_alone
         return RoundStatus.OVER if done else RoundStatus.RUNNING
 
     def _report_signal(self) -> None:
-        """Report the first signal: a machine leaves the others where they can do without it, else all stop."""
+        """Report the first signal: a machine leaves the others if they can do without it, else all stop."""
         if not self.signals or self.forwarded:
             return
         name, is_asked = self.signals[0].name, signals.counts_as(self.signals[0]) == signal.SIGTERM
@@ -383,7 +383,9 @@ class Agent:
     def exit_code(self) -> int:
         """Show how the job ended and return the exit code."""
         cause = self.cause
-        if cause is None and not self.ranks and self.rendezvous.thread is not None:  # it ended before this machine met
+        if (
+            cause is None and not self.ranks and self.rendezvous.thread is not None
+        ):  # it ended before this machine joined
             end = self.rendezvous.end
             cause = end.report if end is not None and end.is_failure else None
         if cause is not None:

@@ -1,7 +1,7 @@
 """The address at which launchers meet, and the store that the launcher of the first machine serves there.
 
     --rdzv-backend static   numbers are given (--node-rank); number 0 serves the store
-    --rdzv-backend c10d     the machine that has the endpoint's address serves it and is 0, others count as they come
+    --rdzv-backend c10d     the machine that has the endpoint's address serves it and is 0, others count as they join
 
 The ranks use the same store, so the endpoint is the only address that every machine must be able to reach by name. The
 store listens at that address alone, and that of a single machine on the loopback.
@@ -34,7 +34,7 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class Endpoint:
-    """`number` is this machine's --node-rank, None where machines are numbered as they come."""
+    """`number` is this machine's --node-rank, None where machines are numbered as they join."""
 
     def __init__(self, address: str, number: int | None, timeout_seconds: float) -> None:
         host, _, port = address.rpartition(":")
@@ -51,11 +51,11 @@ class Endpoint:
         return self._connect()
 
     def announce_after(self, reason: str) -> None:
-        """Begin to wait: after a moment of patience, `pause` prints what for, and after what."""
+        """Begin to wait: if it takes longer than a moment, `pause` prints what for, and `reason`."""
         self.patience, self.printed, self.reason = time.monotonic() + PATIENCE, "", reason
 
     def pause(self, what: str, seconds: float = PERIOD) -> None:
-        """Sleep for a moment, and print what is waited for where that has lasted a while."""
+        """Sleep for a moment, and print what this waits for if it has lasted a while."""
         if time.monotonic() > self.patience and self.printed != what:
             print_line(f"{self.reason}{'; ' if self.reason else ''}waiting for {what} at {self.address}")
             self.printed, self.reason = what, ""
@@ -67,19 +67,19 @@ class Endpoint:
         if listener is None:
             return
         bound, self.port = listener.getsockname()[:2]
-        self.address = f"{self.address.rpartition(':')[0]}:{self.port}"  # port 0 was any that is free
+        self.address = f"{self.address.rpartition(':')[0]}:{self.port}"  # port 0 stood for any free port
         wildcard = ipaddress.ip_address(bound).is_unspecified
         self.near = LOOPBACK if wildcard else bound
-        # torch binds no address of its own choice: it gets a socket that listens, and closes it in the end.
+        # torch cannot bind a given address: it gets a socket that listens, and closes it in the end.
         self.server = dist.TCPStore(
             self.near, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 
     def _listener(self, addresses: list[str]) -> socket.socket | None:
-        """A socket that listens at the endpoint; None where another machine, or a launcher beside, serves the store."""
+        """A socket that listens at the endpoint; None if another machine or launcher serves the store."""
         named = self.host != "localhost" and not _is_address(self.host)
         here = [address for address in addresses if not (named and ipaddress.ip_address(address).is_loopback)]
-        why = ""  # not at one address: only other machines know what the name of this one stands for there
+        why = ""  # to listen everywhere: only other machines know which address they have for the name of this one
         if len(here) < len(addresses):
             why = f"{self.host} stands for a loopback here"
         elif self.number == 0:
@@ -127,7 +127,7 @@ class Endpoint:
                     hint = ", or no machine has that address" if self.number is None else ""
                     raise UserError(
                         f"--rdzv-endpoint {self.address}: no answer within {self.timeout_seconds:g} s ({error}): the"
-                        f" first machine has not started, or a firewall is between{hint}"
+                        f" first machine has not started, or a firewall is in between{hint}"
                     ) from error
                 self.pause("the first machine")
         stores: list[dist.TCPStore] = []
@@ -142,7 +142,7 @@ class Endpoint:
         thread.start()
         thread.join(CONNECT_SECONDS)
         if not stores:
-            raise UserError(f"--rdzv-endpoint {self.address}: what answers there is no launcher")
+            raise UserError(f"--rdzv-endpoint {self.address}: what answers there is not a launcher")
         return stores[0]
 
 
@@ -157,8 +157,8 @@ def _is_address(host: str) -> bool:
 def gloo_interface(host: str, alone: bool) -> str | None:
     """The interface that gloo listens on: the loopback of a machine that is alone, else the one that leads to `host`.
 
-    By itself gloo takes the address that this machine's own name stands for: on many systems a loopback's, which other
-    machines do not reach, on others one that they reach though nobody has to. None where no interface is right, or for
+    By default gloo takes the address of this machine's own name: on many systems a loopback's, which other machines
+    cannot reach, on others one that they can reach although nobody needs to. None where no interface is right, or for
     IPv6.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -173,7 +173,7 @@ def gloo_interface(host: str, alone: bool) -> str | None:
 
 
 def print_line(line: str) -> None:
-    """Print a line of the launcher on stderr, over a bar of rank 0 that may stand there."""
+    """Print a line of the launcher on stderr, over a progress bar that rank 0 may show."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     print(line, file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from shardline.errors import UserError
 from shardline.report import Report, report_of
 from shardline.words import printable
 
-# What a rank did, before the text of its report; where nothing stands here, the text says all.
+# What a rank did: the words before its report's text. Other kinds of reports need none.
 HAPPENED = {
     "user": "failed:",
     "error": "failed:",
@@ -25,7 +25,7 @@ HAPPENED = {
 def choose_cause(reports: list[Report]) -> Report:
     """Return the failure that the others most likely followed from.
 
-    Only a rank that was killed from outside cannot be a consequence; a lost connection most likely is one.
+    A rank that was killed from outside is never a consequence of another failure; a lost connection most likely is.
     """
     order = {"user": 1, "error": 1, "hang": 1, "signal": 2, "exit": 2, "machine": 2, "lost_peer": 3}
 
@@ -45,14 +45,14 @@ def explain(error: RuntimeError) -> str | None:
     why = str(error).strip().partition("\n")[0]
     meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if isinstance(error, dist.DistStoreError) and "waiting for clients" in why:
-        return f"{report.who}: not every rank came to {meeting}: {why}"
+        return f"{report.who}: not every rank connected to {meeting}: {why}"
     if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in why:
         port = os.environ.get("MASTER_PORT")
         return f"{report.who}: port {port} of this machine is taken: set MASTER_PORT to a free one, for all ranks"
     if isinstance(error, dist.DistNetworkError) and "trying to connect" in why:
         return f"{report.who} cannot reach rank 0 at {meeting}: {why}"
     if report.kind == "lost_peer":
-        text = re.sub(r"^\[\S+\] ", "", why).partition(". ")[0]  # gloo names a line of its own and gives advice
+        text = re.sub(r"^\[\S+\] ", "", why).partition(". ")[0]  # gloo names a line of its source and gives advice
         return f"{report.who} lost another rank, whose own error is the cause: {text}"
     return None
 
@@ -66,9 +66,9 @@ def in_a_line(cause: Report) -> str:
 
 
 def show(cause: Report, debug: bool = False) -> int:
-    """Print the failure of one rank and return the exit code. Raises what a user can mend."""
+    """Print the failure of one rank and return the exit code. Raises a UserError where a user can fix it."""
     if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar may have been there: its line and the hidden cursor
+        sys.stderr.write("\r\x1b[K\x1b[?25h")  # erase a progress bar, and show the cursor that it hid
     if cause.kind == "user":
         if debug:
             print(printable(f"{cause.who}:\n{cause.details.rstrip()}"), file=sys.stderr)

@@ -53,7 +53,7 @@ def train(config: Config, options: TrainOptions) -> int:
 
 
 def misfit(config: Config, ranks: int) -> str:
-    """Why the layout or the batch cannot be had with this number of ranks; "" where it can."""
+    """Why this number of ranks cannot run the layout or the batch; "" if it can."""
     try:
         fitting_layout(config, ranks)
     except UserError as error:
@@ -68,13 +68,13 @@ def started_ranks() -> int:
         return 0
     if len(given) == 1 or not all(text.isdecimal() for text in given.values()):
         shown = ", ".join(f"{name}={text}" for name, text in given.items())
-        raise UserError(f"a launcher sets RANK and WORLD_SIZE, whole numbers: found {shown}")
+        raise UserError(f"a launcher must set RANK and WORLD_SIZE to whole numbers: found {shown}")
     rank, ranks = int(given["RANK"]), int(given["WORLD_SIZE"])
     if rank >= ranks:
-        raise UserError(f"RANK={rank}: with WORLD_SIZE={ranks} it is below {ranks}")
+        raise UserError(f"RANK={rank}: expected a number below WORLD_SIZE={ranks}")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if ranks > 1 and missing:
-        raise UserError(f"{ranks} ranks meet at MASTER_ADDR and MASTER_PORT, of rank 0: set {' and '.join(missing)}")
+        raise UserError(f"{ranks} ranks connect to rank 0 at MASTER_ADDR and MASTER_PORT: set {' and '.join(missing)}")
     if ranks > 1:
         _check_address(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     return ranks
@@ -165,14 +165,14 @@ def _way_on(config: Config, options: TrainOptions, folder: str) -> list[str]:
     if not steps:
         return []
     command = resume_command(Path(folder), config, options)
-    return [f"the last save is of step {max(steps)}; to go on from there:", command]
+    return [f"the last save is of step {max(steps)}; to continue from there:", command]
 
 
 def nodes_of(text: str) -> int:
     """The number of machines of a command that does not take a range of them."""
     least, most = node_range(text)
     if least < most:
-        raise UserError(f"--nnodes {text}: a range of machines is for training: give one number")
+        raise UserError(f"--nnodes {text}: only training takes a range of machines: give one number")
     return most
 
 
@@ -186,7 +186,7 @@ def _check_endpoint(options: TrainOptions, nodes: int) -> None:
     if options.rdzv_backend not in BACKENDS:
         raise UserError(f"--rdzv-backend: expected one of {', '.join(BACKENDS)}, got {options.rdzv_backend!r}")
     if options.node_rank >= nodes:
-        raise UserError(f"--node-rank {options.node_rank}: with --nnodes {nodes} it is below {nodes}")
+        raise UserError(f"--node-rank {options.node_rank}: expected a number below --nnodes {nodes}")
 
 
 def _note_lost_machine(config: Config, restarts: bool) -> None:
@@ -206,7 +206,7 @@ def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
     if is_rank:
         names, why = ["nproc", "nnodes", *names, "rdzv_secret_file", "max_restarts"], "under another launcher"
     elif nodes > 1:
-        names, why = ["node_rank"], "with --rdzv-backend c10d, where machines are numbered as they come"
+        names, why = ["node_rank"], "with --rdzv-backend c10d, where machines are numbered as they join"
         if options.rdzv_backend != "c10d":
             return
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != getattr(TrainOptions, name)]

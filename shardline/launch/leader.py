@@ -1,4 +1,4 @@
-"""The launcher that serves the store decides which machines take part in a round, and watches that they live.
+"""The launcher that serves the store decides which machines take part in a round, and watches whether they are alive.
 
 It compares beats by its own clock alone. A machine that is silent for `comm.lost_machine_seconds` is given up, except
 in the only round of a job without restarts.
@@ -42,7 +42,7 @@ LINGER = 3.0
 class Leader:
     """Decides who takes part. Runs in the thread of the launcher that serves the store.
 
-    `job` takes its own record, `store` all that belongs to its session.
+    `job` holds its own record, `store` all that belongs to its session.
     """
 
     job: SignedStore
@@ -69,7 +69,7 @@ class Leader:
         self.write()
 
     def write(self) -> None:
-        """Write what is decided, again where it stands already."""
+        """Write all decisions, again even if they are there already."""
         if self.sealed_round is not None:
             self.store.store.set(*self.sealed_round)
         for token, why in self.refused.items():
@@ -94,7 +94,7 @@ class Leader:
     # ---- who is there ------------------------------------------------------------------------------------------------
 
     def _meet_newcomers(self) -> str:
-        """Admit or refuse those who have come; returns how a new one that was started differently differs."""
+        """Admit or refuse newcomers; return the difference of one that was started with other options."""
         mismatch = ""
         for index, record in self._newcomers():
             peer = record.peer
@@ -116,7 +116,7 @@ class Leader:
         return mismatch
 
     def _newcomers(self) -> Iterator[tuple[int, MachineRecord]]:
-        """Launchers that are not decided on yet, by place. Places are taken in order: after a free one is nobody."""
+        """Launchers that are neither admitted nor refused, by place. Places fill in order: a free one is the end."""
         index = 0
         while True:
             if index not in self.peers and index not in self.gone:
@@ -155,7 +155,7 @@ class Leader:
                 yield peer
 
     def alive(self) -> list[int]:
-        """Those whose beat has changed lately."""
+        """The machines whose heartbeat has changed lately."""
         asked = [index for index in self.peers if index not in self.gone]
         now = time.monotonic()
         if now - self.looked > self.own.lost_seconds / 2:  # this process itself was stopped for a while
@@ -185,11 +185,11 @@ class Leader:
     # ---- a round -----------------------------------------------------------------------------------------------------
 
     def _watch_members(self, current: Round, alive: Sequence[int], waiting: Sequence[int]) -> None:
-        """A machine that is lost ends the round, also where the others are stopping for another reason."""
+        """End the round if a machine is lost, even if the others are stopping for another reason."""
         lost = [peer for peer in current.peers if peer.index not in alive]
         pending = any(peer.index in alive and peer.index not in waiting for peer in current.peers)
         end = read_end(self.store, current.number)
-        if end is not None:  # who leaves now has read it
+        if end is not None:  # a machine that leaves now has read it
             lost = [peer for peer in lost if peer.index not in self.left]
         done = all(self.records[peer.index].done >= current.number for peer in current.peers)
         if done:
@@ -203,7 +203,7 @@ class Leader:
             self.under_way, self.since, self.enough_since = False, time.monotonic(), None
 
     def _look_for_more(self, waiting: Sequence[int]) -> None:
-        """Ask a running round to stop where machines wait that would make it larger."""
+        """Ask a running round to stop if waiting machines would make it larger."""
         assert self.last is not None
         if not waiting:
             return
@@ -270,7 +270,7 @@ class Leader:
         return []
 
     def _missing(self, waiting: Sequence[int], chosen: Sequence[int]) -> str:
-        """What a round waits for: numbered machines are named by those that are missing."""
+        """What a round waits for; of numbered machines, the missing ones are named."""
         terms, there = self.own.terms, [self.peers[index] for index in waiting]
         if not chosen and len(there) >= terms.least:
             reason = self.own.misfit(sum(peer.ranks for peer in there))

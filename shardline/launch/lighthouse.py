@@ -32,7 +32,7 @@ def serve(bind: str, min_replicas: int, join_timeout: float, heartbeat_timeout: 
 
 
 def _free_port(host: str, port: int) -> int:
-    """The port, or any that is free for 0; torchft's server would end the process with a traceback of its own."""
+    """The port, or any free one for 0; if it is taken, torchft's server would end the process with a traceback."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             return int(probe.getsockname()[1])

@@ -16,7 +16,7 @@ from shardline.run.options import TrainOptions
 
 
 def fitting_layout(config: Config, ranks: int) -> Layout:
-    """The layout of this many ranks, for which batch and model can be cut."""
+    """The layout of this many ranks; refuse it if the batch or the model cannot be split that way."""
     from shardline.data.order import global_batch
 
     layout = checked_layout(config, ranks)
@@ -47,7 +47,7 @@ def check_start(config: Config, options: TrainOptions, alone: bool) -> None:
         check_folder(config, resume=options.resume, overwrite=options.overwrite)
     tokenizer = choose_tokenizer(config)
     check_prompts(config, tokenizer)
-    if not is_foreign(config):  # transformers takes seconds to build one: ranks do
+    if not is_foreign(config):  # transformers takes seconds to build a model: the ranks check it
         arch = resolve(config.model)
         check_vocabulary(tokenizer, fitted(arch, config, tokenizer))
         _check_trained(config, arch)
@@ -70,7 +70,7 @@ def _check_trained(config: Config, arch: Architecture) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Refuse data that is not there."""
+    """Refuse data that does not exist."""
     from shardline.data.prepare import section_source
     from shardline.data.records import record_source
 

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End a rank without destructors: those of process groups may wait for ranks that are gone, or abort a good end."""
+    """End a rank without destructors: those of process groups may wait for ranks that are gone, or abort a success."""
     if code == 0:
         threading._shutdown()  # type: ignore[attr-defined]  # what Python does itself: wait for threads,
         atexit._run_exitfuncs()  # then call what was registered

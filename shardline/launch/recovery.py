@@ -37,10 +37,10 @@ class Recovery:
         return {name: round(max(0.0, b - a), 3) for name, a, b in zip(PARTS, times[:-1], times[1:], strict=False)}
 
     def begins(self, met: Round, max_restarts: int) -> None:
-        """The machines have met again; print after what, and with how many."""
+        """Note that the machines have met again; print why they had to, and how many there are."""
         self.machines, self.ranks, self.restart = len(met.peers), met.ranks, met.state.restarts
         is_failure = self.cause.kind not in ("regroup", "leave")
-        what = f"restart {self.restart} of {max_restarts}" if is_failure else "going on"
+        what = f"restart {self.restart} of {max_restarts}" if is_failure else "continuing"
         size = f"{counted(self.machines, 'machine')}, {counted(self.ranks, 'rank')}"
         print_line(f"{in_a_line(self.cause)}; {what} with {size}")
 

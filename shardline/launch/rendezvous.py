@@ -41,16 +41,16 @@ from shardline.launch.rounds import (
 )
 
 SCOPE = "shardline/launchers"
-STRANGER_SECONDS = 10.0  # for the leader's signature to be right; a stranger may have written over it
+STRANGER_SECONDS = 10.0  # for a valid signature of the leader, whose record a stranger may have overwritten
 
-FENCE = 0.6  # of the time after which a silent machine is given up; its launcher ends its ranks by then
+FENCE = 0.6  # fraction of the time after which a silent machine is given up; by then its launcher ends its ranks
 
 
 class Rendezvous:
     """Where a launcher waits for its rounds. `ranks` is how many it starts on this machine.
 
-    `misfit(ranks)` returns why the layout cannot be had with so many ranks, `may_regroup()` whether the ranks of the
-    running round could stop without loss. `secret` signs what launchers write; an empty one is known to everybody.
+    `misfit(ranks)` returns why that many ranks cannot run the layout, `may_regroup()` whether the ranks of the running
+    round could stop without loss. `secret` signs what launchers write; an empty one is known to everybody.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Rendezvous:
                 thread = self._talking
 
     def _open(self) -> None:
-        """Reach the store, which is another one where the machine that served it was started again."""
+        """Connect to the store, which is a new one if the machine that serves it was restarted."""
         if self.thread is not None:
             self.thread.close()
         first = self.endpoint.server is None
@@ -228,7 +228,7 @@ class StoreThread:
         self.store = job  # that of the session, once that is known
         self._done = -1
         self._beat = 0
-        self._unknown_since: float | None = None  # when what stands for the leader was first seen not to be the job's
+        self._unknown_since: float | None = None  # since when the leader's record is known not to be this job's
         self._closed = threading.Event()
         self.index = -1
         self.me = Peer(-1, socket.gethostname(), os.getpid(), own.ranks, own.endpoint.number, own.terms, own.token)
@@ -247,7 +247,7 @@ class StoreThread:
         return self.leader is None and gives_up and self.silent_seconds > self.fence_seconds
 
     def leave(self) -> None:
-        """Report that this launcher goes, where the store answers."""
+        """Report that this launcher leaves, if the store answers."""
         self.leaving = True
         self.wake.set()
         deadline = time.monotonic() + 1
@@ -283,7 +283,7 @@ class StoreThread:
         if self.index < 0:
             self._take_place()
         if self.leaving and self.round is not None and self.outbox is not None:
-            self._exchange_ends(self.round)  # why it leaves was not sent yet
+            self._exchange_ends(self.round)  # the reason why it leaves was not sent yet
         if self.finished and self.round is not None:
             self._done = self.round.number
         self._beat += 1
@@ -331,14 +331,14 @@ class StoreThread:
                 return
 
     def _exchange_ends(self, current: Round) -> None:
-        """Read why the round has ended; what is known of it is written, again where it stands already."""
+        """Read why the round has ended, or write it if known, again even if it is there already."""
         reported, number = self.outbox, current.number
         known = reported or self.end
         self.end = read_end(self.store, number) if known is None else write_end(self.store, number, known)
         self.outbox = None if self.outbox is reported else self.outbox  # the main thread may wait for this
 
     def _follow(self, decided: LeaderRecord) -> None:
-        """Do as the leader has decided."""
+        """Apply what the leader has decided."""
         self.refusal = self.store.read(f"refused/{self.me.token}", str) or ""
         self.is_over, self.waits_for = decided.over, decided.waits
         if self.round is not None and decided.done == self.round.number:

@@ -1,15 +1,15 @@
-"""The rounds of a job, as they stand in the launchers' store. A round is one start of all ranks.
+"""The rounds of a job, as recorded in the launchers' store. A round is one start of all ranks.
 
 leader                who serves the store: its session, its last round, what it waits for, whether the job has ended
 machine/I             a launcher that has arrived, by place: beats, the round it waits for, what it knows of the job
 round/N               written by the leader: the machines of round N, in the order of their ranks
 end/N                 why round N ended, written by whoever knows first; a failure replaces any other reason
-refused/TOKEN         written by the leader: why that launcher has to go
+refused/TOKEN         written by the leader: why that launcher must leave
 
 All of it is signed with the job's secret: `leader` with a key of the job, the rest with one of the session, so that
 what was written for another job, or before the leader was started again, does not count. Every launcher writes its own
-record again in each period. So a name that a stranger has changed or deleted is right again a moment later, and there
-are no counters, which cannot be signed.
+record again in each period. So a record that a stranger has changed or deleted is restored a moment later. There are no
+counters, because they cannot be signed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class JobHistory:
-    """What the next round must know of the job. Every launcher keeps it, because any of them may be the one left."""
+    """What the next round must know of the job. Every launcher keeps it, because any may be the last one left."""
 
     round: int = 0  # the next one
     restarts: int = 0

@@ -1,8 +1,8 @@
 """The folder of a launcher in $TMPDIR: reports and notes of its ranks. It does not outlive the launcher for long.
 
-The kernel drops the launcher's lock on the folder however it ends. So a folder that can be locked has no owner, and the
-next start removes it. Its name has the number of this boot of the machine, because locks on a disk that machines share
-may hold on each machine alone.
+The kernel drops the launcher's lock on the folder, however the launcher ends. So a folder that can be locked has no
+owner, and the next start removes it. Its name has the number of this boot of the machine, because locks on a shared
+disk may hold only within each machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _prefix() -> str:
-    """What the names of this boot's folders begin with; "" where that is not known."""
+    """The prefix of this boot's folders; "" if the boot's number is not known."""
     try:
         return f"shardline-{BOOT.read_text().strip()[:8]}-"
     except OSError:
@@ -44,7 +44,7 @@ def _prefix() -> str:
 def _make(prefix: str) -> tuple[Path, int | None]:
     """A new folder, and the descriptor that holds its lock, where the file system has locks.
 
-    Another start may see it unlocked for a moment, and remove it; then there is another one.
+    Another start may see the folder unlocked for a moment and remove it; then a new one is made.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix))

@@ -58,7 +58,7 @@ def derived_secret(job: str) -> str:
 
 
 def _make_key(file: Path) -> None:
-    """Write a new key; of several machines that do so at the same time, one wins."""
+    """Write a new key; if several machines do so at the same time, one wins."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     mine = file.with_name(f".job-key-{secrets.token_hex(8)}")
     descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -68,7 +68,7 @@ def _make_key(file: Path) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         with contextlib.suppress(FileExistsError):
-            os.link(mine, file)  # takes no name that exists, on network disks either
+            os.link(mine, file)  # never takes an existing name, not on network disks either
     finally:
         mine.unlink()
 

@@ -2,7 +2,7 @@
 
 The launcher gives its ranks SHARDLINE_ATTEMPT. The first rank of each machine writes notes into a file: where the run's
 folder is, that the run has begun (its weights are there, `--overwrite` and `checkpoint.load_step` have done their
-work), and when it came how far, from which the parts of a recovery are timed.
+work), and when it reached which point, which gives the times of the parts of a recovery.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIABLE = "SHARDLINE_ATTEMPT"
 @dataclass(frozen=True)
 class Attempt:
     notes: str = ""  # the file for the launcher; none under another launcher
-    folder: str | None = None  # of the run, where an earlier attempt has opened it
+    folder: str | None = None  # of the run, if an earlier attempt has opened it
     begun: bool = False  # an earlier attempt has trained in it, or could have
 
 
@@ -40,7 +40,7 @@ def variable(attempt: Attempt) -> dict[str, str]:
 
 
 def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptions]:
-    """Config and options of a later attempt: it goes on in the first one's folder, and replaces or reloads nothing.
+    """Config and options of a later attempt: it continues in the first one's folder, and replaces or reloads nothing.
 
     `checkpoint.load_step` was for the first attempt; from then on the newest checkpoint counts.
     """
@@ -55,7 +55,7 @@ def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptio
 
 
 def note(what: str, **facts: Any) -> None:
-    """Note that this rank has come so far, with the time; only the first note of a name counts."""
+    """Note that this rank has reached a point, with the time; only the first note of a name counts."""
     attempt = this_attempt()
     if not attempt.notes or os.environ.get("LOCAL_RANK") != "0" or (attempt.notes, what) in _noted:
         return

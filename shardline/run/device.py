@@ -116,7 +116,7 @@ def check_memory(weights: Iterable[Tensor], device: torch.device) -> None:
     if 0 < there < needed:  # 0: not known
         raise UserError(
             f"the weights of this rank take {sized(needed)}, and the {device.type.upper()} has {sized(there)}: make the"
-            " model smaller (model.flavor, model.overrides), or cut it over more ranks ([parallelism])"
+            " model smaller (model.flavor, model.overrides), or split it over more ranks ([parallelism])"
         )
 
 
@@ -178,10 +178,10 @@ def _kib(file: Path, name: str) -> int | None:
 def flops_per_token(arch: Architecture, seq_len: int) -> float:
     """FLOPs of forward and backward for one token, by torchtitan's convention.
 
-    6 x parameters that a token meets, without the embedding + 6 x layers x heads x (width of a key + of a value) x
-    sequence. The attention
-    term counts the whole square of scores, as if there were no causal mask; recomputation by activation checkpointing
-    is not counted. The output projection is a product and counts, also when it shares the embedding's weight.
+    6 x parameters that a token passes through, without the embedding + 6 x layers x heads x (width of a key + of a
+    value) x sequence. The attention term counts the whole square of scores, as if there were no causal mask;
+    recomputation by activation checkpointing is not counted. The output projection is a product and counts, even if
+    it shares the embedding's weight.
     """
     layers, output = flops_by_part(arch, seq_len)
     return sum(layers) + output

@@ -34,9 +34,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def downloaded(config: Config, *, weights: bool = True, data: bool = True) -> Config:
-    """The config with the commit of every name on the Hub, whose files are on this machine then.
+    """Download what the config names on the Hub, and return the config with the commit of every name.
 
-    What is large, the weights of models and data, can be left for later. A rank of our launcher has nothing to do.
+    Weights and data, which are large, can be left for later. A rank of our launcher has nothing to download.
     """
     if LAUNCHER_VARIABLE in os.environ:
         return config
@@ -121,7 +121,7 @@ def _source(table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def local_copy(text: str, weights: bool = False) -> str:
-    """Where a path is, or what a name on the Hub stands for, which is downloaded."""
+    """Return a path as it is; download what a name on the Hub stands for, and return its local path."""
     data, model = dataset_name(text), model_name(text)
     if data is not None:
         return local_path(str(fetch_files(data)))
@@ -132,7 +132,7 @@ def local_copy(text: str, weights: bool = False) -> str:
 
 
 def fetch_model(name: HubName, weights: bool) -> HubName:
-    """Download a model, or all of it but its weights; the name with its commit."""
+    """Download a model, or all of it but its weights; return the name with its commit."""
     known = name.folder
     if weights and known is not None and missing_weights(known):
         say(f"downloading the weights of {name.repo}")
@@ -143,7 +143,7 @@ def fetch_model(name: HubName, weights: bool) -> HubName:
 
 
 def missing_weights(folder: Path) -> str:
-    """Which weights a folder should have and has not."""
+    """Which weights a folder should have and does not have."""
     if (folder / INDEX).is_file():
         try:
             shards = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
@@ -154,7 +154,7 @@ def missing_weights(folder: Path) -> str:
 
 
 def fetch_files(name: HubName) -> HubName:
-    """Download the files that a path inside a dataset names; the name with its commit."""
+    """Download the files that a path inside a dataset names; return the name with its commit."""
     path = name.path.rstrip("/")
     if ".." in Path(path).parts:
         raise UserError(f"{name} leads out of the dataset")
@@ -172,8 +172,8 @@ def fetch_dataset(
 ) -> list[HubName] | None:
     """Download the files of a dataset; None where they are of kinds that only the package `datasets` reads.
 
-    Which files belong to a split, its card says; without one, all readable files are downloaded, and their
-    names tell.
+    The dataset's card says which files belong to a split; without a card, all readable files are downloaded, and
+    their names tell.
     """
     try:
         pinned, folder = _fetch(name, [CARD])
@@ -191,7 +191,7 @@ def fetch_dataset(
 
 
 def _like_globs(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What to download and what not for globs: in patterns of the package, `*` goes into folders, too."""
+    """What to download and what to ignore for globs: in the package's patterns, `*` also goes into folders."""
     several = [pattern.replace("**/", "") for pattern in patterns]
     deepest = max(pattern.count("/") for pattern in patterns)
     deeper = [] if several != list(patterns) else ["/".join("*" * (deepest + 2))]
@@ -208,7 +208,7 @@ def _is_data(file: Path) -> bool:
 
 
 def _fetch(name: HubName, patterns: Sequence[str], ignored: Sequence[str] = ()) -> tuple[HubName, Path]:
-    """Download the files of a repository that match; the name with its commit, and the folder."""
+    """Download the matching files of a repository; return the name with its commit, and the folder."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -235,7 +235,7 @@ def _fetch(name: HubName, patterns: Sequence[str], ignored: Sequence[str] = ()) 
 
 @contextlib.contextmanager
 def _quiet_on_files() -> Iterator[None]:
-    """Let the package show bars on a terminal alone, and nothing of what it tries again."""
+    """Let the package show progress bars only on a terminal, and none of its retries."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
     before, hides = logging.get_verbosity(), not sys.stderr.isatty() and not are_progress_bars_disabled()
@@ -285,7 +285,7 @@ def _explain(error: Exception, name: HubName) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         return f"{missing} cannot be written to {cache_folder()}: {error.strerror}; HF_HOME names another place"
     broke = f"the connection broke ({type(error).__name__})"
-    return f"{missing} was not downloaded: {broke}; the same command goes on with it"
+    return f"{missing} was not downloaded: {broke}; the same command resumes it"
 
 
 def _by_hand(name: HubName) -> str:

@@ -1,4 +1,4 @@
-"""Ends a process that does not stop in time after a signal, whatever its main thread is in.
+"""Ends a process that does not stop in time after a signal, whatever its main thread is doing.
 
     signal ---> handler in C ---> pipe ---> enforcer: counts the time for a stop ---> prints a line, ends the process
 
@@ -49,7 +49,7 @@ class StopClock:
     saves: int = 0  # under way
 
     def hear(self, byte: int) -> None:
-        """Note a signal, or that a save begins or has ended: it may take its own time."""
+        """Note a signal, or that a save begins or has ended: a save has a time limit of its own."""
         if byte in (SAVING, STEPPING):
             self.saves += 1 if byte == SAVING else -1
             if self.signal is not None:
@@ -73,7 +73,7 @@ class StopClock:
 
     def line(self) -> str:
         name = signal.Signals(self.signal or signal.SIGTERM).name
-        what = "finish its save" if self.saves else "come to the end of its step"
+        what = "finish its save" if self.saves else "finish its step"
         key = "checkpoint.save_timeout_seconds" if self.saves else "comm.stop_timeout_seconds"
         return f"{name}: the run did not {what} within {self.given:g} s and was ended ({key} gives more time)"
 
@@ -84,7 +84,7 @@ class StopClock:
 
 @contextlib.contextmanager
 def enforced_stop(stop_seconds: float, save_seconds: float, is_rank: bool) -> Iterator[None]:
-    """Enforce a stop in the block, where this process is a program's own; for a rank a launcher does it as well."""
+    """Enforce a stop in the block, if the program owns this process; for a rank, a launcher does it as well."""
     global _pipe
     if not signals.ends_with_run or threading.current_thread() is not threading.main_thread() or _pipe is not None:
         yield
@@ -139,7 +139,7 @@ os.register_at_fork(after_in_child=_forget_pipe)
 
 
 def _time_is_over(pipe: int, clock: StopClock, run: int | None = None) -> bool:
-    """Read the pipe until the time for a stop is over, or, with False, the run has ended. `run` is its pid."""
+    """Read the pipe until the time for a stop is over (True) or the run has ended (False). `run` is its pid."""
     while not clock.is_over():
         if run is not None and os.getppid() != run:
             return False

@@ -52,7 +52,7 @@ class RunFolder:
     resume_step: int | None = None  # the checkpoint this run continues from
     lock: Lock | None = None
     again: bool = field(default_factory=lambda: this_attempt().begun)  # this run has written here before
-    replaced: Path | None = None  # where a run is that gets its folder back unless this one begins
+    replaced: Path | None = None  # where the previous run is, which gets its folder back unless this one begins
     settled: bool = False
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class RunFolder:
             self.replaced, self.settled = None, True
 
     def close(self) -> None:
-        """Let another run have the folder; a run that was to be replaced and was not is there again."""
+        """Release the folder; a run that was to be replaced and was not is moved back."""
         if self.replaced is not None:
             put_back(self.replaced)
             self.replaced = None
@@ -115,11 +115,11 @@ def open_run_folder(
 ) -> RunFolder:
     """Take the run's folder for this process alone, and decide between a new run, a resumed one and a refusal.
 
-    `has_good_checkpoint(run folder)` gives the step to resume from, None without one, and raises a UserError for a
+    `has_good_checkpoint(run folder)` returns the step to resume from, None without one, and raises a UserError for a
     checkpoint of another model.
     """
     if resume and overwrite:
-        raise UserError("--resume and --overwrite contradict each other: give one of them")
+        raise UserError("--resume and --overwrite contradict each other: use only one of them")
     folder = RunFolder(_make_folder(config, resume), config.checkpoint.folder)
     _refuse_planted_links(folder.path)
     attempt = this_attempt()
@@ -151,7 +151,7 @@ def _check_resume(config: Config, resume: bool) -> None:
     """Refuse --resume where there is nothing to resume, or nothing would be read."""
     given = config.job.dump_folder
     if resume and given is None:
-        raise UserError("--resume needs the folder of the run to continue: give --job.dump_folder FOLDER")
+        raise UserError("--resume needs the folder of the run to continue: add --job.dump_folder FOLDER")
     if resume and config.checkpoint.mirror is None and not Path(str(given)).expanduser().exists():
         raise UserError(f"--resume: there is no folder {Path(str(given)).expanduser()}")  # a mirror would fill it
     if resume and not config.checkpoint.enable:
@@ -180,7 +180,7 @@ def _decide(
         say(f"the run in {aside} is back in {path}: the one that was to replace it ended before its first step")
     if folder.config_path.exists() and not is_our_config(folder.config_path):
         raise UserError(
-            f"{folder.config_path} was not written by a run and would be lost: give another --job.dump_folder"
+            f"{folder.config_path} was not written by a run and would be lost: use another --job.dump_folder"
         )
     outside = _checkpoints_outside(config, folder)
     found = [*filter(is_result, own_files(config, path)), *outside]
@@ -222,7 +222,7 @@ def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Pat
 def _ended_before_a_save(config: Config, folder: RunFolder) -> bool:
     """Whether the run that is there would have saved, was cut off before it could, and has nothing to lose.
 
-    Where it came further, its checkpoints were there and are gone: that is for somebody to look at.
+    If it came further, its checkpoints have disappeared: that is for a person to look at.
     """
     section = previous_config(folder.path).get("checkpoint", {})
     if not (config.checkpoint.enable and section.get("enable")) or not _is_partial_only(folder.checkpoint_folder):
@@ -277,7 +277,7 @@ def _refuse_planted_links(path: Path) -> None:
         if child.is_symlink() and child.stat(follow_symlinks=False).st_uid not in (os.geteuid(), 0):
             raise UserError(
                 f"{child.path} is a symbolic link of another user, through which a run does not write: remove it, or"
-                " give another --job.dump_folder"
+                " use another --job.dump_folder"
             )
 
 
@@ -286,7 +286,7 @@ def _unusable(path: Path, error: OSError) -> UserError:
         reason = "it, or a part of the path, is a file"
     else:
         reason = error.strerror or str(error)
-    return UserError(f"job.dump_folder: cannot use {path} as the run folder: {reason}; give a folder you can write to")
+    return UserError(f"job.dump_folder: cannot use {path} as the run folder: {reason}; use a folder you can write to")
 
 
 def _lock(path: Path, patience: float) -> Lock:

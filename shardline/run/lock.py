@@ -1,9 +1,9 @@
 """One run at a time in a folder: a lock that the kernel drops with the process, and a heartbeat for other machines.
 
-    log/lock        "pid 4711 on node3", locked by flock, its time of change renewed every few seconds
+    log/lock        "pid 4711 on node3", locked by flock, its modification time renewed every few seconds
 
 On one machine flock alone decides: a run that was killed holds nothing. File systems that machines share may keep locks
-to each machine, or have none; there the heartbeat decides. Ages are taken from the file system's own clock.
+local to each machine, or have none; there the heartbeat decides. Ages are taken from the file system's own clock.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _wait_for_lease(file: Path, descriptor: int) -> None:
 
 def _in_use(file: Path, holder: str) -> UserError:
     return UserError(
-        f"{file.parent.parent} is in use by a running training ({holder or 'another process'}):"
-        " wait for it, stop it, or give another --job.dump_folder"
+        f"{file.parent.parent} is in use by another run ({holder or 'unknown process'}):"
+        " wait for it, stop it, or use another --job.dump_folder"
     )
 
 

@@ -1,4 +1,4 @@
-"""The commands with which a user goes on after a run: to train further, to generate, to export."""
+"""The commands with which a user continues after a run: to train further, to generate, to export."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardline.run.options import TrainOptions
 from shardline.run.stop import why_not_saved
 from shardline.words import ShellCommand
 
-# Options of a start that hold for the next one too.
+# Options of a start that apply to the next one too.
 KEPT = ("nproc", "nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "max_restarts")
 
 

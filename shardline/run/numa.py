@@ -22,7 +22,7 @@ VARIABLES = {
     "net_gdr_level": "NCCL_NET_GDR_LEVEL",
 }
 
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # whoever sets one of these chooses by himself
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # a user who sets one of these keeps that choice
 
 
 def prepare_rank(config: Config) -> list[str]:

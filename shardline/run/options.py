@@ -11,7 +11,7 @@ from shardline.errors import UserError
 class TrainOptions:
     resume: bool = False  # insist on a checkpoint to go on from
     overwrite: bool = False  # replace a run that is already in the folder
-    measure_again: bool = False  # trust no choice of an earlier run
+    measure_again: bool = False  # do not trust choices of earlier runs
     dry_run: bool = False  # build and report, do not train
     world_size: int | None = None  # ranks to build for in a dry run
     nproc: int = 1  # processes on this machine
@@ -31,5 +31,5 @@ def node_range(text: str) -> tuple[int, int]:
     """The least and the most machines of `2`, or `1:4`."""
     low, _, high = text.partition(":")
     if not low.isdecimal() or not (high or low).isdecimal() or not 1 <= int(low) <= int(high or low):
-        raise UserError(f"--nnodes: expected N or MIN:MAX, whole numbers from 1 on, got {text!r}")
+        raise UserError(f"--nnodes: expected N or MIN:MAX, whole numbers, 1 or more, got {text!r}")
     return int(low), int(high or low)

@@ -1,7 +1,7 @@
 """The run that a folder already holds: which files are its own, and how --overwrite sets them aside.
 
 run's files --set_aside--> replaced-DATE-TIME/, itself a run's folder; nothing is deleted
-            <--put_back--- where the new run does not take place
+            <--put_back--- if the new run does not begin
 
 Until the new run has made a step, `.pending` in that folder names what was moved. A start that fails puts it back;
 after one that was killed, the next start does.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # The first line of a run's config.toml tells it from a file of the same name that is the user's.
 CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
 PENDING = ".pending"
-PLACES = ("job.config_file", "job.dump_folder", "checkpoint.load_step")  # where a run is, and where it goes on
+PLACES = ("job.config_file", "job.dump_folder", "checkpoint.load_step")  # where a run is, and where it continues
 ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl", "samples*.jsonl", "report.html")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -45,7 +45,7 @@ FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def own_files(config: Config, path: Path) -> Iterator[Path]:
-    """What a run wrote under `path`, also into the folders that the previous run's config named; nothing else."""
+    """What runs wrote under `path`, also in folders that the previous run's config named; nothing else."""
     if is_our_config(path / "config.toml"):
         yield path / "config.toml"
     patterns: set[tuple[Path, tuple[str, ...]]] = {(path, ROOT_FILES)}
@@ -92,7 +92,7 @@ def previous_config(path: Path) -> dict[str, Any]:
 
 
 def changed_keys(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
-    """(key, value then, value now) where the config of the run in the folder differs; keys that say where are left out.
+    """(key, value then, value now) where the config of the run in the folder differs, without keys of places.
 
     A key that its file leaves out has its default.
     """
@@ -109,7 +109,7 @@ def changed_keys(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
 
 
 def set_aside(path: Path, files: Sequence[Path]) -> Path:
-    """Move a run's files into a new folder under `path`, which is returned; what else is there stays."""
+    """Move a run's files into a new folder under `path`, and return that; all else stays."""
     aside, root = new_folder(path, "replaced"), path.resolve()
     names = [os.path.relpath(file.parent.resolve() / file.name, root) for file in files]
     write_atomically(aside / PENDING, json.dumps(names))
@@ -142,7 +142,7 @@ def _names(file: Path) -> list[str]:
 
 
 def put_back(aside: Path) -> None:
-    """Give a run its folder back; what a start that made no step has written gives way to it."""
+    """Give a run its folder back, in place of what a start that made no step has written."""
     try:
         for name in _names(aside / PENDING):
             now, before = aside / name, aside.parent / name
@@ -161,11 +161,11 @@ def put_back(aside: Path) -> None:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Make `parent/name-DATE-TIME`, or the same with -2, -3, ...: mkdir decides who of two starters gets a name."""
+    """Make `parent/name-DATE-TIME`, or the same with -2, -3, ...: mkdir decides which of two starters gets a name."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 10_000):
         path = parent / (stem if number == 1 else f"{stem}-{number}")
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             return path
-    raise UserError(f"{parent} holds too many folders named {stem}: give --job.dump_folder")
+    raise UserError(f"{parent} holds too many folders named {stem}: add --job.dump_folder")

@@ -28,11 +28,11 @@ log = logging.getLogger("shardline")
 
 ECHO_SECONDS = 2.0  # within which a rank of a SLURM job hears of one signal twice
 STARTED_VARIABLE = "SHARDLINE_STARTED"  # when the launcher started, in seconds since 1970
-ends_with_run = False  # this process is a program's own, not that of somebody who calls a run
+ends_with_run = False  # this process belongs to the program, not to code that calls a run
 
 
 def claim_process() -> None:
-    """Declare this process a program's own: signals that come when everything is done do not change how it ends."""
+    """Declare that the program owns this process: signals after the work is done do not change how it ends."""
     global ends_with_run
     ends_with_run = True
     atexit.register(_ignore_signals)  # called last; the interpreter would restore handlers that end the process

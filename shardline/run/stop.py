@@ -2,7 +2,7 @@
 
     SIGINT (Ctrl-C)   finish the step, save, exit 130; the second one interrupts at once
     SIGTERM, SIGHUP   finish the step, save, exit with checkpoint.preempted_exit_code; the second one as above
-    a time limit      the same, early enough to be through before it
+    a time limit      the same, early enough to finish before it
     SIGUSR1           finish the step, save, go on
 
 A signal may reach any rank (signals.py), and the clock is rank 0's. So each rank has requests, which are summed in the
@@ -39,7 +39,7 @@ SCONTROL_SECONDS = 10
 
 
 class Request(NamedTuple):
-    """What some rank was asked for and all ranks do after this step."""
+    """What some rank was asked for, which all ranks do after this step."""
 
     stop: str | None = None  # why: one of STOPS
     save: bool = False  # now, before the next step
@@ -141,7 +141,7 @@ class TimeLimit:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Seconds since 1970 as the machine knows them now, counted on by a clock that nobody sets."""
+    """Seconds since 1970 by the machine's clock now, counted on by a clock that nobody can set."""
     offset = time.time() - time.monotonic()
     return lambda: time.monotonic() + offset
 
@@ -166,7 +166,7 @@ def find_limit(
             limits.append(TimeLimit(ends, begun, f"the end of SLURM job {job}", clock))
         elif seconds is None:
             log.info(
-                "note: when SLURM job %s ends is not known (%s), so nothing is saved before it;"
+                "note: the end of SLURM job %s is not known (%s), so nothing is saved before it;"
                 ' checkpoint.save_before = "4h" sets a limit',
                 job,
                 problem,

@@ -180,7 +180,7 @@ def test_sigterm_and_a_second_run_into_the_same_folder(tmp_path, capsys):
     running.until("step 1/")
     assert main(["train", *flags(folder, **ENDLESS, **SAVING), "--overwrite"]) == 2
     pid = running.process.pid
-    assert f"error: {folder} is in use by a running training (pid {pid} on " in capsys.readouterr().err
+    assert f"error: {folder} is in use by another run (pid {pid} on " in capsys.readouterr().err
     running.send(signal.SIGTERM)
     assert running.end() == 0
     assert re.search(r"^stopped at step \d+ at your request \(SIGTERM\)$", running.text, re.MULTILINE)

@@ -144,5 +144,5 @@ def test_after_a_lost_rank_the_last_save_and_the_way_on_are_shown(tmp_path, kill
         steps = int(value(lines, "steps").split()[0])
         assert value(lines, "last loss").endswith(f"(step {steps})")
         assert value(lines, "last save").startswith(f"step {saved}, ")
-    place = lines.index(f"the last save is of step {saved}; to go on from there:")
+    place = lines.index(f"the last save is of step {saved}; to continue from there:")
     assert joined(lines[place + 1 :])[-5:] == ["shardline", "train", "run/config.toml", "--resume", "--nproc=2"]

@@ -95,7 +95,7 @@ def test_a_hugging_face_folder_has_the_loss_of_transformers(tmp_path, capsys) ->
     ("words", "message"),
     [
         (["--tasks", "a", "--data", "b"], "--data is for a file of data, --tasks for tasks"),
-        (["--limit", "3"], "--limit is for tasks: give --tasks"),
+        (["--limit", "3"], "--limit is for tasks: add --tasks"),
         (["--training.steps", "3"], "there is no option --training.steps"),
         (["--data", "nothing.txt"], "nothing.txt"),
     ],

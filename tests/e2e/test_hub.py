@@ -150,7 +150,7 @@ def test_a_download_that_breaks_is_continued_by_the_next_start(hub, shardline):
     hub.breaks["model.safetensors"] = 1000
     line = refusal(shardline(*words))
     assert "was not downloaded: the connection broke (" in line
-    assert "the same command goes on with it" in line
+    assert "the same command resumes it" in line
     line = refusal(shardline(*words, HF_HUB_OFFLINE="1"))  # half of a model is none
     assert "is not in the cache, or not all of it" in line
     hub.breaks.clear()

@@ -266,7 +266,7 @@ def test_a_host_that_dies_is_done_without_and_taken_in_when_it_comes_back(on_two
     run.wait_for(rf"host {b.name} is lost: no sign of life for \d s; restart 1 of 3 with 1 machine, 1 rank\nrecovered")
     assert run.launchers[0].poll() is None
     number = run.start(b)
-    run.wait_for(rf"host {b.name} joins; going on with 2 machines, 2 ranks\nrecovered in")
+    run.wait_for(rf"host {b.name} joins; continuing with 2 machines, 2 ranks\nrecovered in")
     run.launchers[0].send_signal(signal.SIGTERM)
     codes = [run.end(0), run.end(number)]
     assert all(code in (0, 128 + signal.SIGTERM) for code in codes), (codes, run.shown(0), run.shown(number))
@@ -288,10 +288,10 @@ def test_a_host_that_is_cut_off_stops_its_ranks_and_comes_back(on_two_hosts, uni
     assert not Path(f"/proc/{cut_off}").exists()  # two attempts never write at the same time
     run.wait_for("recovered in")
     b.mend()
-    run.wait_for(rf"host {b.name} joins; going on with 2 machines, 2 ranks\nrecovered in")
+    run.wait_for(rf"host {b.name} joins; continuing with 2 machines, 2 ranks\nrecovered in")
     run.launchers[1].send_signal(signal.SIGTERM)  # one leaves, the other goes on
     assert run.end(1) in (0, 128 + signal.SIGTERM), run.shown(1)
-    run.wait_for(rf"host {b.name} leaves \(SIGTERM\); going on with 1 machine, 1 rank\nrecovered in")
+    run.wait_for(rf"host {b.name} leaves \(SIGTERM\); continuing with 1 machine, 1 rank\nrecovered in")
     run.launchers[0].send_signal(signal.SIGTERM)
     assert run.end(0) in (0, 128 + signal.SIGTERM), run.shown(0)
     assert f"host {b.name} has not reached" in run.shown(1)

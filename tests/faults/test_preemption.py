@@ -168,9 +168,7 @@ def test_of_two_runs_in_the_same_instant_one_has_the_folder(tmp_path, ranks):
         ended.sort(key=lambda one: one[1])
         ((_, fine), code), ((_, refused), other) = ended
         assert (code, fine, other) == (0, "", 2), ended
-        assert re.search(rf"{folder} is in use by a running training \(pid \d+ on |already holds a run", refused), (
-            refused
-        )
+        assert re.search(rf"{folder} is in use by another run \(pid \d+ on |already holds a run", refused), refused
         rows = (folder / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
 
@@ -184,7 +182,7 @@ def test_after_kill_9_the_next_start_goes_on_at_once_and_says_so(tmp_path):
                 break
         refused = subprocess.run(command(folder, **words), capture_output=True, text=True, timeout=120)
         assert (refused.returncode, refused.stdout) == (2, "")
-        assert f"is in use by a running training (pid {first.pid} on " in refused.stderr
+        assert f"is in use by another run (pid {first.pid} on " in refused.stderr
         first.kill()
     limit = {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "1700000000"}  # one step
     done = subprocess.run(
@@ -244,7 +242,7 @@ def test_a_signal_is_heard_in_a_long_native_call(tmp_path, ranks):
     process.terminate()
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 143
-    assert "the run did not come to the end of its step within 2 s" in stderr or "did not stop within 2 s" in stderr
+    assert "the run did not finish its step within 2 s" in stderr or "did not stop within 2 s" in stderr
     assert [path.name for path in (tmp_path / "run/checkpoint").iterdir()] == ["step-1"]
     if ranks == 1:
         assert "SIGTERM: the run did not come" in (tmp_path / "run/log/rank-0.log").read_text()

@@ -1,4 +1,4 @@
-"""How the machines of a job meet, read from what a scheduler has put into the environment.
+"""Reads how the machines of a job rendezvous from the variables that a scheduler sets.
 
     PET_*                    Kubeflow, and whoever writes torchrun's options as variables: this process is a launcher
     RANK and WORLD_SIZE      torchrun and its like: this process is a rank (launch.py reads them)
@@ -6,8 +6,8 @@
     SLURM_STEP_*             srun: a launcher where each machine has one task, a rank where it has more
     PMI_*                    mpiexec of MPICH and Intel MPI: a rank
 
-The first of them that is there counts. Options on the command line win over all of them: whoever writes how machines
-meet is not second-guessed. A rank of our own launcher, or of torchrun, has been told everything.
+The first of them that is present counts. Options on the command line take precedence over all of them. Ranks of
+Shardline's own launcher, or of torchrun, already know everything.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shardline.launch.secret import VARIABLE as SECRET_VARIABLE
 from shardline.launch.secret import derived_secret
 from shardline.words import counted
 
-MEETING = ("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint")  # options that say how machines meet
+MEETING = ("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint")  # options of the rendezvous
 PORT = 29500
-FIRST_PORT, PORTS = 20000, 10000  # of jobs that share machines; below the ports that systems give away by themselves
+FIRST_PORT, PORTS = 20000, 10000  # of jobs that share machines; below the ephemeral ports of usual systems
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's steps that are no srun: the batch script, an interactive shell
-NAME_SECONDS = 900  # for the name of the first machine to be known: it may still fetch its image
+NAME_SECONDS = 900  # for the first machine's name to resolve: it may still be pulling its image
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Surroundings:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
-    job: str = ""  # names this start of the job among all; machines of one user derive a secret from it
-    host: str = ""  # of the first machine, whose name may be known a little later
+    job: str = ""  # identifies this start of the job; the user's machines derive a secret from it
+    host: str = ""  # of the first machine, whose name may resolve a little later
 
 
 def take_surroundings(
@@ -59,7 +59,7 @@ def take_surroundings(
         return dict(named)
     options = {name: value for name, value in found.options.items() if name not in given}
     taken = {**named, **options, "surroundings": found.name}
-    for name in ("RANK", "WORLD_SIZE"):  # of a PyTorchJob they number machines
+    for name in ("RANK", "WORLD_SIZE"):  # in a PyTorchJob they number machines
         environment.pop(name, None)
     if taken["nnodes"] == "1":
         return taken
@@ -75,7 +75,7 @@ def take_surroundings(
 
 
 def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
-    """What the scheduler says that started this process; None where there is none, or where nothing is left to say."""
+    """What the scheduler that started this process says; None if there is none, or if it adds nothing."""
     if LAUNCHER_VARIABLE in environment or "TORCHELASTIC_RUN_ID" in environment:
         return None
     for read in (_torchrun_variables, _rank_variables, _open_mpi, _slurm, _process_manager):
@@ -86,13 +86,13 @@ def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
 
 
 def wait_for_name(host: str, seconds: float = NAME_SECONDS, problem_of: Callable[[str], str] = name_problem) -> None:
-    """Wait until the name of the first machine is known, as that of a pod is once the pod has an address."""
+    """Wait until the first machine's name resolves, as a pod's does once the pod has an address."""
     deadline, said = time.monotonic() + seconds, False
     while problem := problem_of(host) if host else "":
         if time.monotonic() >= deadline:
             raise UserError(f"the first machine, {host}, has no address after {seconds:g} s: {problem}")
         if not said:
-            print(f"waiting for the name {host} to have an address: {problem}", file=sys.stderr, flush=True)
+            print(f"waiting for the name {host} to resolve: {problem}", file=sys.stderr, flush=True)
             said = True
         time.sleep(0.5)
 
@@ -118,11 +118,13 @@ def _torchrun_variables(environment: Mapping[str, str]) -> Surroundings | None:
     options["rdzv_endpoint"] = given.get("RDZV_ENDPOINT") or (f"{host}:{port}" if host else "")
     options["rdzv_backend"] = given.get("RDZV_BACKEND", "static")
     if options["rdzv_backend"] == "static":
-        # A PyTorchJob numbers its machines by RANK, where it does not say PET_NODE_RANK.
+        # A PyTorchJob numbers its machines by RANK if it does not set PET_NODE_RANK.
         number = given.get("NODE_RANK") or environment.get("RANK") or environment.get("JOB_COMPLETION_INDEX", "")
         options["node_rank"] = _number("PET_NODE_RANK", number)
     if not options["rdzv_endpoint"]:
-        raise UserError(f"PET_NNODES={nodes} without PET_MASTER_ADDR or PET_RDZV_ENDPOINT: where do machines meet?")
+        raise UserError(
+            f"PET_NNODES={nodes} without PET_MASTER_ADDR or PET_RDZV_ENDPOINT: set one of them to the first machine"
+        )
     return Surroundings("PET_* variables", options, host=options["rdzv_endpoint"].rpartition(":")[0])
 
 
@@ -187,7 +189,7 @@ def _rank(name: str, rank: int, ranks: int, local: int, local_ranks: int, host: 
 def _slurm(environment: Mapping[str, str]) -> Surroundings | None:
     step = environment.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_PTY_PORT" in environment:
-        return None  # a batch script, or a shell in which somebody types
+        return None  # a batch script, or an interactive shell
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID")
     tasks, nodes, node, task, local = (_number(name, environment.get(name, "")) for name in names)
     nodelist = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -205,7 +207,7 @@ def _slurm(environment: Mapping[str, str]) -> Surroundings | None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a list as SLURM writes it: of `gpu[003-007,9],login`, gpu003."""
+    """The first host of a list as SLURM writes it: gpu003 for `gpu[003-007,9],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
     if first is None:
         raise UserError(f"SLURM_STEP_NODELIST={nodelist!r} names no host")
@@ -225,7 +227,7 @@ def _visible_gpus(environment: Mapping[str, str]) -> int:
 
 
 def _port(job: str) -> int:
-    """A port that all machines of a job choose, and other jobs on the same machine most likely not."""
+    """A port that all machines of a job choose, and other jobs on the same machine most likely do not."""
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 

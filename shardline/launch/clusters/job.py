@@ -1,4 +1,4 @@
-"""What every way onto a cluster needs to know of a job, and the file that it is written to."""
+"""What every kind of cluster needs to know about a job, and the file that it is written to."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.run.stop import why_not_saved
 
-MARK = "# Written by `shardline launch"  # a file that begins so may be written again
-PREEMPTED = 99  # the exit code of a run that saved and wants to go on, where the config gives none
+MARK = "# Written by `shardline launch"  # a file that begins with this may be overwritten
+PREEMPTED = 99  # the exit code of a run that saved and wants to continue, if the config sets none
 NAME = re.compile(r"[A-Z_a-z][A-Z_a-z0-9]*")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # stands in the names of files, and in a script
 
@@ -35,7 +35,7 @@ class ClusterJob:
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves its state, or will: nobody has switched that off."""
+        """Whether the run saves its state, or will, because nobody has switched that off."""
         config = self.config
         return why_not_saved(config) is None or not ({"checkpoint.enable", "checkpoint.load_only"} & {*config.given()})
 
@@ -44,7 +44,7 @@ class ClusterJob:
         return self.config.checkpoint.preempted_exit_code or PREEMPTED
 
     def needed_flags(self, folder: str) -> list[str]:
-        """Flags without which a job that starts again would not go on; `folder` where the config names none."""
+        """Flags without which a restarted job would not continue; `folder` is used if the config names none."""
         section, added = self.config.checkpoint, []
         if self.config.job.dump_folder is None:
             added.append(f"--job.dump_folder={folder}")
@@ -54,7 +54,7 @@ class ClusterJob:
         return added
 
     def options(self) -> list[str]:
-        """Options of `shardline train` that are not the same for each machine by themselves."""
+        """Options of `shardline train` besides the config and the rendezvous."""
         return [f"--nproc={self.nproc}", *([f"--max-restarts={self.max_restarts}"] if self.max_restarts else [])]
 
     def head(self, kind: str) -> str:
@@ -86,7 +86,7 @@ def make_job(
 
 
 def job_name(file: str | None) -> str:
-    """A name that SLURM and Kubernetes both take: small letters, digits and dashes."""
+    """A name that SLURM and Kubernetes both take: lowercase letters, digits and dashes."""
     stem = re.sub(r"[^a-z0-9]+", "-", Path(file or "shardline").stem.lower()).strip("-")[:40].strip("-")
     return stem if stem[:1].isalpha() else f"run-{stem}".strip("-")
 
@@ -97,7 +97,7 @@ def program() -> str:
 
 
 def check_env_file(file: str) -> None:
-    """Refuse a file with variables that is not there, or has a line that is not NAME=VALUE."""
+    """Refuse a file of variables that does not exist, or has a line that is not NAME=VALUE."""
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -110,7 +110,7 @@ def check_env_file(file: str) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write what was made; a file that somebody else made stays."""
+    """Write the text, but never over a file that somebody else made."""
     try:
         if path.exists() and MARK not in path.read_text(errors="replace"):
             raise UserError(f"{path} was not written by `shardline launch`: --out FILE names another file")

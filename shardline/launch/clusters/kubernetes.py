@@ -71,7 +71,7 @@ def command(
     )  # fmt: skip
     if not LABEL.fullmatch(job.name):
         raise UserError(
-            f"--job-name {job.name}: Kubernetes takes small letters, digits and dashes, a letter first,"
+            f"--job-name {job.name}: Kubernetes takes lowercase letters, digits and dashes, a letter first,"
             " and pods need names of at most 40 characters"
         )
     if env_file:
@@ -167,7 +167,7 @@ class PodPlan:
         return {**_head("kubeflow.org/v1", "PyTorchJob", self.job.name), "spec": spec}
 
     def _job_set_spec(self, restarts: int, container: Manifest) -> Manifest:
-        """All pods start again when one fails, unless it says that the config or a file must be mended."""
+        """All pods start again when one fails, unless it says that the config or a file must be fixed."""
         wrong = {"containerName": container["name"], "operator": "In", "values": [USER_ERROR]}
         job = {
             "backoffLimit": 0,

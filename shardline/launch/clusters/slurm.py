@@ -25,7 +25,7 @@ BEGIN = """\
 # The machines of one start sign what they tell each other with this secret. srun passes it on.
 export SHARDLINE_JOB_SECRET="${SHARDLINE_JOB_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"
 
-# When the job ends: before SLURM 23.02, and in a container, the run could not find out.
+# When the job ends: before SLURM 23.02, and in a container, the run could not find out by itself.
 ends=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e)
 export SLURM_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(date --date "$ends" +%s 2>/dev/null)}"
 
@@ -45,7 +45,7 @@ code=$?
 REQUEUE = """
 # {code}: saved and stopped, for the end of its time or for SIGTERM. 143: SIGTERM came before there was a step to save.
 if {{ [ "$code" -eq {code} ] || [ "$code" -eq 143 ]; }} && is_running; then
-    echo "job $SLURM_JOB_ID goes back to the queue, to go on from its last save"
+    echo "job $SLURM_JOB_ID goes back to the queue, to continue from its last save"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 """
@@ -86,7 +86,7 @@ def command(
     if dry_run and submit:
         raise UserError("--dry-run prints the script and --submit submits it: give one of them")
     if mounts and not container:
-        raise UserError("--mounts is for --container: without one, a run sees what the machine has")
+        raise UserError("--mounts is for --container: without a container, a run sees all files of the machine")
     job = make_job(
         config, file, flags, words,
         name=job_name, nodes=nodes, nproc=nproc, gpus_per_node=gpus_per_node, max_restarts=max_restarts,
@@ -101,7 +101,9 @@ def command(
         wanted.append(f"--cpus-per-task={cpus_per_task}")
     text = script(job, [*wanted, *shlex.split(sbatch)], gpus_per_node, cpus_per_task, container, mounts, env_file)
     if not job.saves:
-        print("note: this run saves nothing that it could go on from: the job does not requeue itself", file=sys.stderr)
+        print(
+            "note: this run saves nothing that it could continue from: the job does not requeue itself", file=sys.stderr
+        )
     if dry_run:
         print(text, end="")
         return 0

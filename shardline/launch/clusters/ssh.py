@@ -3,7 +3,7 @@
     this machine ── ssh a ── shell ── shardline train ... --node-rank 0   serves the store at a
                  └─ ssh b ── shell ── shardline train ... --node-rank 1
 
-Every shell says first that it is there, and nothing starts before all have. What goes to a machine goes through the
+Every shell first reports that it is there, and nothing starts before all have. What goes to a machine goes through the
 standard input of its shell, which nobody else can read: the secret, then the names of signals. Where that input ends,
 because ssh or this machine is gone, the run there is asked to stop.
 """
@@ -32,7 +32,7 @@ from shardline.launch.secret import VARIABLE
 WATCH_SECONDS = 0.1
 REACH_SECONDS = 30.0  # for all machines to answer
 FAILED_SECONDS = 60.0  # for the others to end by themselves, once the run of one machine has failed
-UNREACHED = 255  # how ssh ends where it did not reach the machine, or was cut
+UNREACHED = 255  # exit code of ssh if it did not reach the machine, or was cut
 MARK = "shardline: this machine is reached"
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 # Descriptor 3: the shell gives a command in the background no standard input.
@@ -79,7 +79,7 @@ def command(
     if not names:
         raise UserError("--hosts is missing: the machines, such as --hosts a,b; the first one has rank 0")
     if len(set(names)) < len(names):
-        raise UserError(f"--hosts {hosts}: a machine stands there twice; --nproc N starts N ranks on each")
+        raise UserError(f"--hosts {hosts} names a machine twice; --nproc N starts N ranks on each")
     job = make_job(
         config, file, flags, words,
         name="", nodes=len(names), nproc=nproc, gpus_per_node=None, max_restarts=max_restarts,
@@ -112,7 +112,7 @@ def shell(job: ClusterJob, folder: str, number: int, hosts: list[str], port: int
 
 
 def _absolute(called: str) -> str:
-    """The program with its whole path: a shell that ssh starts knows few places."""
+    """The program with its full path: a shell that ssh starts has a short PATH."""
     first, *rest = shlex.split(called)
     found = shutil.which(first)
     return shlex.join([os.path.abspath(found) if found else first, *rest])
@@ -157,7 +157,7 @@ class Machines:
                 signal.signal(number, handler)
 
     def _reach(self) -> str:
-        """Wait until every machine has answered, or the user has had enough; return what is wrong."""
+        """Wait until every machine has answered, or a signal has come; return what is wrong."""
         deadline = time.monotonic() + REACH_SECONDS
         while not self.signals and not all(answer.is_set() for answer in self.answers):
             gone = [place for place, code in enumerate(self._codes()) if code is not None]
@@ -171,7 +171,7 @@ class Machines:
         return ""
 
     def _watch(self) -> None:
-        """Pass signals on until all have ended, a connection is cut, or the run of one machine has failed for long."""
+        """Pass signals on until all have ended, a connection is cut, or one machine's run failed a while ago."""
         failed_at = None
         while None in (codes := self._codes()):
             self._pass_on()
@@ -187,11 +187,11 @@ class Machines:
         return [process.poll() for process in self.processes]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.is_started or number != signal.SIGUSR1:  # before, there is nothing to save
+        if self.is_started or number != signal.SIGUSR1:  # before the start, there is nothing to save
             self.signals.append(number)
 
     def _pass_on(self) -> None:
-        """Signals go to the first machine, whose launcher tells the others; where it is gone, to all that are left."""
+        """Send signals to the first machine, whose launcher tells the others; if it is gone, to all that are left."""
         while self.signals:
             name = signal.Signals(self.signals.pop(0)).name.removeprefix("SIG")
             left = [process for process in self.processes if process.poll() is None]
@@ -199,7 +199,7 @@ class Machines:
                 self._tell(process, f"{name}\n")
 
     def _end(self, readers: list[threading.Thread]) -> list[int]:
-        """End what still runs by the end of its input, and return the exit codes."""
+        """End what still runs by closing its input, and return the exit codes."""
         for process, answer in zip(self.processes, self.answers, strict=True):
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):

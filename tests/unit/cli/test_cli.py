@@ -81,7 +81,7 @@ def test_each_command_explains_itself(run, name):
         (["train", "--nproc", "many"], "--nproc: expected a whole number, 1 or more, got 'many'"),
         (["train", "--nproc=0"], "--nproc: expected a whole number, 1 or more, got '0'"),
         (["train", "--resume=maybe"], "--resume is a switch"),
-        (["train", "--resume", "--overwrite"], "give one of them"),
+        (["train", "--resume", "--overwrite"], "use only one of them"),
         (["train", "--world-size", "4"], "--world-size is for --dry-run"),
         (["train", "a.toml", "b.toml"], "unexpected argument 'b.toml'"),
         (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),

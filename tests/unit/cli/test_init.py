@@ -61,7 +61,7 @@ def test_a_file_is_not_overwritten(run, tmp_path):
     (tmp_path / "run.toml").write_text("mine")
     code, _, err = run("init", str(tmp_path / "run.toml"), *ALL)
     assert code == 2
-    assert "is there already" in err
+    assert "already exists" in err
     assert (tmp_path / "run.toml").read_text() == "mine"
 
 

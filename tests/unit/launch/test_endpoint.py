@@ -38,7 +38,7 @@ def test_an_endpoint_where_something_else_listens(port, monkeypatch):
     with socket.create_server(("127.0.0.1", port)):
         taken, alien = problem(port, 0), problem(port, 1)
     assert f"port {port} of this machine is taken" in taken
-    assert alien == f"--rdzv-endpoint 127.0.0.1:{port}: what answers there is no launcher"
+    assert alien == f"--rdzv-endpoint 127.0.0.1:{port}: what answers there is not a launcher"
 
 
 def refuses(address, port):
@@ -114,10 +114,10 @@ def variables(monkeypatch):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"RANK": "1"}, "a launcher sets RANK and WORLD_SIZE, whole numbers: found RANK=1"),
+        ({"RANK": "1"}, "a launcher must set RANK and WORLD_SIZE to whole numbers: found RANK=1"),
         ({"WORLD_SIZE": "2"}, "found WORLD_SIZE=2"),
         (RANK | {"RANK": "first"}, "found RANK=first, WORLD_SIZE=2"),
-        (RANK | {"RANK": "2"}, "RANK=2: with WORLD_SIZE=2 it is below 2"),
+        (RANK | {"RANK": "2"}, "RANK=2: expected a number below WORLD_SIZE=2"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "set MASTER_ADDR and MASTER_PORT"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "set MASTER_PORT"),
         (RANK | {"MASTER_ADDR": ""}, "set MASTER_ADDR"),
@@ -181,7 +181,7 @@ def test_options_of_the_start_that_have_no_effect_are_named_once(variables, monk
     monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: 0)
     variables()
     assert main([*words, "--rdzv-backend", "c10d"]) == 0
-    assert capsys.readouterr().err.endswith("where machines are numbered as they come: --node-rank\n")
+    assert capsys.readouterr().err.endswith("where machines are numbered as they join: --node-rank\n")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_options_of_the_start_that_have_no_effect_are_named_once(variables, monk
         ),
         (
             dist.DistStoreError("Timed out after 9 seconds waiting for clients. 1/2 clients joined."),
-            "not every rank came to 127.0.0.1:29500: Timed out after 9 seconds waiting for clients. 1/2 clients",
+            "not every rank connected to 127.0.0.1:29500: Timed out after 9 seconds waiting for clients. 1/2 clients",
         ),
         (
             dist.DistNetworkError(

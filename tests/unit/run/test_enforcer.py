@@ -68,7 +68,7 @@ def program(tmp_path):
 
 def told(name, seconds="0.5"):
     key = "comm.stop_timeout_seconds gives more time"
-    return f"error: {name}: the run did not come to the end of its step within {seconds} s and was ended ({key})\n"
+    return f"error: {name}: the run did not finish its step within {seconds} s and was ended ({key})\n"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_rank_ends_itself_and_reports_to_its_launcher(program, tmp_path):
     launched.send_signal(signal.SIGTERM)
     assert launched.communicate(timeout=30)[1] == ""  # the launcher shows it
     assert launched.returncode == 75
-    assert "did not come to the end of its step" in (tmp_path / "report").read_text()
+    assert "did not finish its step" in (tmp_path / "report").read_text()
 
 
 @pytest.mark.parametrize("what", ["python", "boundary"])

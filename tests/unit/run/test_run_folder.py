@@ -470,7 +470,7 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(monkeypatch, tmp_path):
 
 def test_second_run_in_a_folder_is_told_who_holds_it(tmp_path):
     run = start(tmp_path)
-    with pytest.raises(UserError, match=rf"in use by a running training \(pid {os.getpid()} on "):
+    with pytest.raises(UserError, match=rf"in use by another run \(pid {os.getpid()} on "):
         start(tmp_path)
     run.close()
     start(tmp_path, overwrite=True).close()
@@ -560,7 +560,7 @@ def test_file_system_without_locks_has_the_heartbeat(tmp_path, monkeypatch, line
     monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
     run = start(tmp_path)
     assert "cannot be locked (Operation not supported): a heartbeat in it keeps other runs out" in lines()[0]
-    with pytest.raises(UserError, match=rf"in use by a running training \(pid {os.getpid()} on "):
+    with pytest.raises(UserError, match=rf"in use by another run \(pid {os.getpid()} on "):
         start(tmp_path)
     run.close()
     start(tmp_path, overwrite=True).close()
@@ -608,7 +608,7 @@ def test_a_run_on_another_machine_keeps_the_folder_while_its_heart_beats(tmp_pat
     monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 5.0)
     with elsewhere(tmp_path, locks) as process:
         for _ in range(2):
-            with pytest.raises(UserError, match=rf"in use by a running training \(pid {process.pid} on node7\)"):
+            with pytest.raises(UserError, match=rf"in use by another run \(pid {process.pid} on node7\)"):
                 start(tmp_path)
         process.stdin.write("\n")
         process.stdin.flush()
@@ -640,7 +640,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path, monkeypatch,
         os.utime(file, (1, 1))
         fcntl.flock(held, fcntl.LOCK_EX)
         monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 0.3)
-        with pytest.raises(UserError, match=r"in use by a running training \(pid 5 on node7\)"):
+        with pytest.raises(UserError, match=r"in use by another run \(pid 5 on node7\)"):
             start(tmp_path)
         monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 60.0)
         timer = threading.Timer(0.5, fcntl.flock, (held, fcntl.LOCK_UN))
