@@ -61,7 +61,7 @@ def _matches(expression: re.Pattern[str], arch: Architecture, name: str) -> bool
         numbered = [full.format(expert) for expert in experts] if "{}" in full else [full]
         matching = [one for one in numbered if expression.match(one)]
         if matching and len(matching) < len(numbered):
-            raise ConfigError(f"{KEY}: {expression.pattern!r} names only some experts of a layer, but they are one weight")
+            raise ConfigError(f"{KEY}: {expression.pattern!r} names only some experts of a layer: they are one weight")
         if matching:
             return True
     return False
