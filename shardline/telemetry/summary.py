@@ -67,7 +67,7 @@ def tensor_summary(rows: list[dict[str, float]]) -> str:
     if hidden is not None:
         text += f", {hidden:.0%} hidden"
     if step and serial:
-        times = f"{serial / step:.2f} times as fast as serial steps, measured: {step:.3f} s against {serial:.3f} s"
+        times = f"{serial / step:.2f} times as fast as serial steps, measured: {step:.3f} s against {serial:.3f}"
         text += f"; {times}{'' if serial > step else ' (not worth it here)'}"
     return text
 
