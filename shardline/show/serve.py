@@ -75,7 +75,7 @@ def serve(folders: Sequence[Path], port: int) -> int:
     """Serve until Ctrl-C."""
     report_data(folders)  # reports a folder without a run now rather than in the browser
     with make_server(folders, port) as server:
-        print(f"http://{ADDRESS}:{server.server_address[1]}/ shows the run as it goes on; Ctrl-C ends it", flush=True)
+        print(f"http://{ADDRESS}:{server.server_address[1]}/ shows the run live; Ctrl-C stops this server", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
