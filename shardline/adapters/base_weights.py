@@ -1,9 +1,9 @@
 """QLoRA: the frozen weights of the blocks in 4 or 8 bits.
 
-A linear layer then holds codes and factors in place of its weight, cut over ranks as the weight would be, and the
-block's product makes the weight again, in forward and in backward, just before it multiplies. Each weight is read
-whole and rounded whole, on every rank, before the rank keeps its part: the mean that double quantisation subtracts, and
-blocks of factors that reach over several rows, are then the same on every layout.
+A linear layer then holds codes and factors in place of its weight, sharded as the weight would be. Its product
+reconstructs the weight just before it multiplies, in forward and in backward. Every rank reads and rounds each full
+weight before it keeps its part, so that the mean that double quantisation subtracts, and blocks of factors that span
+several rows, are the same on every layout.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import fuse, layers_name, logical_names, upright
 from shardline.storage.safetensors import LazyTensors
 
-ROUTER = re.compile(r"\.(router|gate)(\.|$)")  # `gate` alone is a router in models of transformers
+ROUTER = re.compile(r"\.(router|gate)(\.|$)")  # in models of transformers, a plain `gate` is a router
 
 
 def quantized_modules(model: Decoder) -> dict[str, Linear]:
-    """The linear layers of blocks whose weights are frozen; routers, which are small, stay as they are."""
+    """The linear layers of blocks with frozen weights, except routers, which are small."""
     place = f"{layers_name(model.arch)}."
     return {
         name: module
@@ -39,7 +39,7 @@ def _trained(module: Linear) -> bool:
 
 
 def hold_quantized(model: Decoder, section: Lora, tp: int) -> None:
-    """Give the linear layers of a model without memory places for codes instead of weights; `tp` ranks share them."""
+    """Replace weights of linear layers by placeholders for codes, in a model without memory; `tp` ranks share them."""
     if section.base_dtype == "same":
         return
     for name, module in quantized_modules(model).items():
@@ -48,7 +48,7 @@ def hold_quantized(model: Decoder, section: Lora, tp: int) -> None:
         if section.base_dtype == "nf4" and columns % (BLOCK * ranks):
             by = f" by {ranks} ranks" if ranks > 1 else ""
             raise ConfigError(
-                f'lora.base_dtype = "nf4": {columns} columns of {name} cannot be cut{by} into blocks of {BLOCK};'
+                f'lora.base_dtype = "nf4": {columns} columns of {name} cannot be split{by} into blocks of {BLOCK};'
                 ' set it to "int8" or "same"'
             )
         shared = sharing(columns, ranks) if section.double_quantization else None
@@ -70,7 +70,7 @@ def _empty(rows: int, columns: int, kind: str, shared: int | None) -> dict[str, 
 
 
 def fill_quantized(model: Decoder, tensors: LazyTensors) -> None:
-    """Fill what this rank holds of every rounded weight."""
+    """Fill this rank's part of every quantised weight."""
     for name, module in quantized_modules(model).items():
         stored: CodedWeight | None = module.stored
         if stored is None:
@@ -84,14 +84,14 @@ def fill_quantized(model: Decoder, tensors: LazyTensors) -> None:
 
 
 def rounded(model: Decoder, name: str, stored: CodedWeight, weight: Tensor) -> QuantizedWeight:
-    """The whole logical weight `name` in the kind and on the device of what is stored."""
+    """Quantise the full logical weight `name` to the kind of `stored`, and on its device."""
     rows = upright(model.arch, name.removesuffix(".weight"), weight).contiguous()
     on = rows.to(local(stored.codes).device).to(model.compute_dtype or weight.dtype)
     return quantize(on, stored.kind, stored.shared)
 
 
 class RoundedTensors(LazyTensors):
-    """The weights of a model as its products see them: what codes stand for, where there are codes."""
+    """The weights of a model as its products see them: quantised weights are decoded from their codes."""
 
     def __init__(self, model: Decoder, tensors: LazyTensors) -> None:
         self.model, self.tensors = model, tensors

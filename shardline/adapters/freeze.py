@@ -1,6 +1,6 @@
-"""Training some weights of a model and nothing beside them: all others are frozen.
+"""Trains only some weights of a model, without adapters: all others are frozen.
 
-Frozen weights have no gradient and no optimizer state; a checkpoint holds them as it holds the others.
+Frozen weights have no gradient and no optimizer state; a checkpoint holds them like the others.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ KEY = "training.unfrozen_parameters"
 
 
 def freeze_except(model: Decoder, patterns: Sequence[str]) -> None:
-    """Freeze every weight without a name that some pattern matches from its beginning.
+    """Freeze every weight unless some pattern matches one of its names from the start.
 
-    Names are ours and Hugging Face's, the latter also as a model with images has them. Of weights that are one tensor
-    here (queries, keys and values), some may be frozen: `optim/frozen_rows.py` keeps them as they are.
+    Names are ours and Hugging Face's, the latter also in their multimodal form. If several weights are fused in one
+    tensor here (queries, keys and values), some of them may be frozen: `optim/frozen_rows.py` keeps them unchanged.
     """
     if model.arch.foreign is not None:
-        raise ConfigError(f"{KEY}: a model whose code is that of transformers is trained whole; remove the key")
+        raise ConfigError(f"{KEY}: a model with the code of transformers can only be trained whole; remove the key")
     trained = trained_names(model.arch, patterns)
     for name, parameter in model.named_parameters():
         wanted = any(part in trained for part in logical_names(model.arch, name))
@@ -33,7 +33,7 @@ def freeze_except(model: Decoder, patterns: Sequence[str]) -> None:
 
 
 def trained_names(arch: Architecture, patterns: Sequence[str]) -> frozenset[str]:
-    """The logical names of the weights that the patterns mean; each pattern must mean some."""
+    """The logical names of the weights that the patterns match; each pattern must match some."""
     found: set[str] = set()
     for pattern in patterns:
         expression = _compiled(pattern)
@@ -47,21 +47,21 @@ def trained_names(arch: Architecture, patterns: Sequence[str]) -> frozenset[str]
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     if re.search(r"\[\d*:\d*\]$", pattern):
-        raise ConfigError(f"{KEY}: {pattern!r} names rows of a weight, which is trained whole or not at all")
+        raise ConfigError(f"{KEY}: {pattern!r} names rows of a weight, but a weight is trained whole or not at all")
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{KEY}: {pattern!r} is no regular expression ({error})") from None
+        raise ConfigError(f"{KEY}: {pattern!r} is not a regular expression ({error})") from None
 
 
 def _matches(expression: re.Pattern[str], arch: Architecture, name: str) -> bool:
-    """Whether a pattern means a weight; of experts, all of them."""
+    """Whether a pattern matches a weight; for experts, it must match all of them."""
     experts = range(arch.moe.n_experts if arch.moe is not None else 1)
     for full in _names(arch, name):
         numbered = [full.format(expert) for expert in experts] if "{}" in full else [full]
         matching = [one for one in numbered if expression.match(one)]
         if matching and len(matching) < len(numbered):
-            raise ConfigError(f"{KEY}: {expression.pattern!r} names some experts of a layer, which are one weight here")
+            raise ConfigError(f"{KEY}: {expression.pattern!r} names only some experts of a layer: they are one weight")
         if matching:
             return True
     return False

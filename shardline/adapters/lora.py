@@ -1,10 +1,10 @@
-"""LoRA on a decoder: which matrices are trained beside which frozen weights, and what is frozen.
+"""LoRA on a decoder: which weights get low-rank matrices, which of them are trained, and what is frozen.
 
-    frozen     every weight of the model but those of `modules_to_save`, in the type that products compute in: no
-               gradient, no optimizer state, no second copy in float32
-    trained    a (rank, columns) and b (rows, rank) of each target, in the type that a run stores parameters in
+    frozen     every weight of the model except those of `modules_to_save`, in the compute type: no gradient, no
+               optimizer state, no second copy in float32
+    trained    a (rank, columns) and b (rows, rank) of each target, in the run's parameter type
 
-Names of matrices are those of the projection, whichever weights are fused: `layers.0.attention.wq.lora.a`.
+Matrices are named after their projection, even if its weight is fused with others: `layers.0.attention.wq.lora.a`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardline.models.state import SomeParameters
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What a run trains of a model whose other weights are frozen."""
+    """What a run trains in a model whose other weights are frozen."""
 
     rank: int
     alpha: float
@@ -48,8 +48,8 @@ class Adaptation:
     use_rslora: bool
     use_dora: bool
     targets: tuple[str, ...]
-    saved: tuple[str, ...]  # modules that are trained whole
-    ranks: Mapping[str, int] = field(default_factory=dict)  # of targets whose rank differs
+    saved: tuple[str, ...]  # modules that are trained themselves
+    ranks: Mapping[str, int] = field(default_factory=dict)  # for targets whose rank differs
     alphas: Mapping[str, float] = field(default_factory=dict)
     bias: str = "none"  # which biases of the model are trained: none, all, lora_only
 
@@ -62,7 +62,7 @@ class Adaptation:
 
     @property
     def changes_model(self) -> bool:
-        """Whether weights that the model has without LoRA are trained, too."""
+        """Whether the model's own weights are trained, too."""
         return bool(self.saved) or self.bias != "none"
 
     def whole(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -75,7 +75,7 @@ class Adaptation:
         if last != "bias" or self.bias == "none":
             return False
         stored = Stored(name) if arch.foreign is not None else stored_as(name, arch.family)
-        known = stored is not None and stored.name.endswith(".bias")  # what `peft` takes for one
+        known = stored is not None and stored.name.endswith(".bias")  # what `peft` considers a bias
         return known and (self.bias == "all" or module in self.targets)
 
     def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -86,21 +86,21 @@ class Adaptation:
             experts, rank = rows[:1] if len(rows) > 1 else [], self.rank_of(module)
             found[f"{module}.lora.a"] = (*experts, rank, columns)
             found[f"{module}.lora.b"] = (*rows, rank)
-            if module == embedding_name(arch):  # its rows are the columns of a
+            if module == embedding_name(arch):  # a has a column for each of its rows
                 found[f"{module}.lora.a"], found[f"{module}.lora.b"] = (rank, rows[0]), (columns, rank)
             if self.use_dora:
                 found[f"{module}.lora.magnitude"] = tuple(rows)
         return {**self.whole(arch), **found}
 
     def added(self, arch: Architecture) -> int:
-        """How many parameters the matrices have."""
+        """The number of parameters in the low-rank matrices."""
         return sum(math.prod(shape) for name, shape in self.shapes(arch).items() if is_low_rank(name))
 
     def described(self) -> dict[str, Any]:
         return asdict(self)
 
 
-NOTHING = Adaptation(1, 1.0, 0.0, False, False, (), ())  # of a model that is frozen as a whole
+NOTHING = Adaptation(1, 1.0, 0.0, False, False, (), ())  # for a model that is entirely frozen
 
 
 def adaptation(section: Lora, arch: Architecture) -> Adaptation:
@@ -108,7 +108,7 @@ def adaptation(section: Lora, arch: Architecture) -> Adaptation:
     saved = saved_modules(arch, section.modules_to_save)
     both = [module for module in targets if module in saved]
     if both:
-        raise ConfigError(f"lora.modules_to_save: {both[0]} is among lora.target_modules, too: name it in one of them")
+        raise ConfigError(f"lora.modules_to_save: {both[0]} is also in lora.target_modules; name it in one of them")
     if section.use_dora and (odd := [one for one in targets if not _can_have_magnitude(arch, one)]):
         raise ConfigError(f"lora.use_dora: {odd[0]} cannot have a magnitude; leave it out of lora.target_modules")
     ranks = by_pattern(arch, targets, section.rank_pattern, "lora.rank_pattern")
@@ -137,7 +137,7 @@ def _can_have_magnitude(arch: Architecture, module: str) -> bool:
 
 
 def attach(model: Decoder, how: Adaptation, storage: torch.dtype, frozen: torch.dtype) -> None:
-    """Add the trained matrices to a model without memory, and freeze the rest of it."""
+    """Add the trained matrices to a model without memory, and freeze the rest."""
     kept, whole = model.whole_parameters(), how.whole(model.arch)  # kept ones are neither trained nor cast
     model.make_adaptable()
     for name, parameter in list(model.named_parameters()):
@@ -148,7 +148,7 @@ def attach(model: Decoder, how: Adaptation, storage: torch.dtype, frozen: torch.
         if trained and len(trained) < len(parts):
             missing = ", ".join(part for part in parts if part not in whole)
             key = "lora.modules_to_save" if trained[0].rpartition(".")[0] in how.saved else "lora.bias"
-            raise ConfigError(f"{key}: {trained[0]} is one tensor with {missing}: name these modules, too")
+            raise ConfigError(f"{key}: {trained[0]} shares one tensor with {missing}; name these modules, too")
         parameter.requires_grad_(bool(trained))
         if not trained:
             replace_parameter(model, name, parameter.detach().to(frozen), trained=False)
@@ -178,7 +178,7 @@ def _adapt(
     sizes: dict[str, tuple[int, ...]],
     storage: torch.dtype,
 ) -> None:
-    """Give a module the matrices of the projections that its weight holds."""
+    """Give a module the low-rank matrices of the projections in its weight."""
     runs = projections(arch, name)
     wanted = [full for full, _ in runs if full in targets]
     if not wanted:
@@ -193,7 +193,7 @@ def _adapt(
 
 
 def projections(arch: Architecture, name: str) -> list[tuple[str, int]]:
-    """The projections in the weight of the module `name`, and the rows of each in a group of it."""
+    """The projections in the weight of the module `name`, and the rows of each in one group of fused rows."""
     if ".experts." in f"{name}.":
         return [(name, 1)]
     runs = fused_runs(arch, f"{name}.weight")
@@ -201,7 +201,7 @@ def projections(arch: Architecture, name: str) -> list[tuple[str, int]]:
 
 
 def more_flops(model: Decoder) -> float:
-    """FLOPs for a token: 6 for each number of the matrices, less 2 for each frozen one, which has no gradient."""
+    """The change in FLOPs per token: 6 for each element of the matrices, -2 for each frozen one without a gradient."""
     how: Adaptation | None = model.adaptation
     if how is None:
         frozen = {name: logical_shapes(model.arch)[name] for name in model.frozen - {"tok_embeddings.weight"}}
@@ -222,7 +222,7 @@ def more_flops(model: Decoder) -> float:
 
 @contextmanager
 def frozen_alone(model: Decoder) -> Iterator[None]:
-    """Inside, the model computes with its frozen weights alone, as it would without LoRA."""
+    """A context in which the model computes only with its frozen weights, as it would without LoRA."""
     modules = [module for module in model.computing_modules() if isinstance(module, Adaptable)]
     for module in modules:
         module.bare = True
@@ -234,7 +234,7 @@ def frozen_alone(model: Decoder) -> Iterator[None]:
 
 
 def trained_parameters(model: Decoder) -> SomeParameters:
-    """What a checkpoint of a run holds: of a model with LoRA, what is trained."""
+    """The parameters that a checkpoint holds: with LoRA, the trained ones."""
     how: Adaptation | None = model.adaptation
     whole = {} if how is None else how.whole(model.arch)
 
@@ -247,11 +247,11 @@ def trained_parameters(model: Decoder) -> SomeParameters:
 
 
 def own_parameters(model: Decoder) -> SomeParameters:
-    """The parameters that the model has without LoRA; those in 4 or 8 bits are filled apart."""
+    """The parameters that the model has without LoRA, except those in 4 or 8 bits, which are filled separately."""
     return SomeParameters(model, lambda name: not is_low_rank(name) and ".stored." not in name)
 
 
 def trained_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint holds of the whole model, on whichever ranks."""
+    """The shape of every tensor that a checkpoint of the whole model holds, on any rank."""
     how: Adaptation | None = model.adaptation
     return logical_shapes(model.arch) if how is None else how.shapes(model.arch)

@@ -1,4 +1,4 @@
-"""A model's weights with its adapter added: what `shardline export --merge` writes, tensor by tensor."""
+"""Merges an adapter into its model's weights, tensor by tensor, for `shardline export --merge`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardline.storage.safetensors import LazyTensors
 
 
 class MergedTensors(LazyTensors):
-    """The logical tensors of the whole model, each computed in float32 from the frozen and the trained one."""
+    """The logical tensors of the merged model, each computed in float32 from frozen and trained tensors."""
 
     def __init__(self, base: LazyTensors, trained: Mapping[str, Tensor], how: Adaptation, arch: Architecture) -> None:
         self.base, self.trained, self.how, self.arch = base, trained, how, arch
         ties = {"output.weight": "tok_embeddings.weight"} if arch.foreign is None else arch.foreign.ties
         self.ties = {other: name for other, name in ties.items() if other not in base}
-        self._rows = dict.fromkeys([*base, *self.ties])  # the latter are asked for where they are tied no longer
+        self._rows = dict.fromkeys([*base, *self.ties])  # the latter are read if they are no longer tied
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self.ties:

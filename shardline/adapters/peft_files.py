@@ -40,7 +40,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _ENDINGS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _OF_EMBEDDING = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
-# What a config may say that we do not compute, and the value that says nothing.
+# Settings that we do not support, and the value that has no effect.
 _OTHER: dict[str, Any] = {
     "lora_bias": False,
     "layer_replication": None,
@@ -51,11 +51,11 @@ _OTHER: dict[str, Any] = {
 
 
 class PeftTensor(NamedTuple):
-    """A stored tensor, and the logical one that it is."""
+    """A stored tensor, and the logical tensor that it represents."""
 
     name: str
     logical: str
-    shape: tuple[int, ...]  # of the logical one
+    shape: tuple[int, ...]  # of the logical tensor
 
     @property
     def of_experts(self) -> bool:
@@ -110,7 +110,7 @@ def _tensors(how: Adaptation, arch: Architecture) -> Iterator[PeftTensor]:
 
 
 def _saved_ties(how: Adaptation, arch: Architecture) -> dict[str, str]:
-    """Tied weights that are trained whole: to `peft` they are those of two modules."""
+    """Tied weights that are trained themselves: to `peft`, each belongs to two modules."""
     return {other: name for other, name in tied_names(arch).items() if name.rpartition(".")[0] in how.saved}
 
 
@@ -152,7 +152,7 @@ def peft_config(how: Adaptation, arch: Architecture, base: str | None) -> dict[s
 
 
 def _patterns(arch: Architecture, how: Adaptation, values: dict[str, Any], usual: Any) -> dict[str, Any]:
-    """Names of targets that have not the usual value: endings where these mean no other targets, else whole names."""
+    """Values by the names of targets with an unusual one: by a shared ending if all its targets agree, else by name."""
     names = {module: spellings(arch, module)[2 if EXPERTS in module else -1] for module in how.targets}
     found: dict[str, Any] = {}
     for ending in dict.fromkeys(name.rpartition(".")[2] for name in names.values()):
@@ -164,7 +164,7 @@ def _patterns(arch: Architecture, how: Adaptation, values: dict[str, Any], usual
 
 
 def _saved_name(arch: Architecture, module: str, saved: tuple[str, ...]) -> str:
-    """The last word of a name, unless other names end with it, too: `peft` compares ends, not words."""
+    """The last word of a name, unless other names end with it, too: `peft` compares suffixes, not words."""
     full = spellings(arch, module)[-1]
     last = full.rpartition(".")[2]
     others = {spellings(arch, name.rpartition(".")[0])[-1] for name in _saved_names(arch)}
@@ -173,10 +173,10 @@ def _saved_name(arch: Architecture, module: str, saved: tuple[str, ...]) -> str:
 
 
 def _shortest(arch: Architecture, modules: list[str]) -> list[str]:
-    """The endings of names where they mean these modules and no others, else whole names."""
+    """The endings of the modules' names if these match no other modules, else full names."""
     endings = sorted({spellings(arch, one)[-1].rpartition(".")[2] for one in modules})
     known = [one for one in adaptable(arch) if EXPERTS not in one]
-    if arch.foreign is not None:  # `peft` would take modules of other kinds, too
+    if arch.foreign is not None:  # `peft` would match modules of other kinds, too
         known = list(dict.fromkeys(name.rpartition(".")[0] for name in logical_shapes(arch)))
     if endings and set(named_modules(arch, endings, known, "")) == set(modules):
         return endings
@@ -186,20 +186,20 @@ def _shortest(arch: Architecture, modules: list[str]) -> list[str]:
 def write_peft(
     folder: Path, tensors: Mapping[str, Tensor], how: Adaptation, arch: Architecture, base: str | None
 ) -> dict[str, Any]:
-    """Write an adapter from its logical tensors; returns the checksums of the tensors' file by name."""
+    """Write an adapter from its logical tensors; returns the record of the tensor file by its name."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for one in tensors_of(how, arch):
         value = one.store(tensors[one.logical]).contiguous()
         entries.append(Entry(one.name, tuple(value.shape), value.dtype, functools.partial(torch.clone, value)))
     if alike := _like_experts(how, arch):
-        log.warning("peft may take %s for experts; `shardline export --merge` writes a model that needs none", alike)
+        log.warning("peft may mistake %s for experts; `shardline export --merge` writes a model without adapter", alike)
     (folder / CONFIG).write_text(json.dumps(peft_config(how, arch, base), indent=2) + "\n", encoding="utf-8")
     return {TENSORS: write_tensors(folder / TENSORS, entries)}
 
 
 def _like_experts(how: Adaptation, arch: Architecture) -> str:
-    """Targets beside experts whose names `peft` gives to the experts of some types, and to nothing else there."""
+    """Targets with names that, in models of some types, `peft` takes to mean only the experts."""
     if arch.foreign is None or not any(name.endswith(".gate_up_proj") for name in arch.foreign.shapes):
         return ""
     names = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -214,29 +214,29 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         content = parse_json((folder / CONFIG).read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{folder} is no adapter: there is no {CONFIG}") from None
+        raise UserError(f"{folder} is not an adapter: it has no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read ({error})") from None
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         kind = content.get("peft_type") if isinstance(content, dict) else content
-        raise UserError(f"{folder / CONFIG}: peft_type is {show(kind)}; only 'LORA' is read")
+        raise UserError(f"{folder / CONFIG}: peft_type is {show(kind)}; only 'LORA' is supported")
     for name, nothing in _OTHER.items():
         value = content.get(name, nothing)
         if value != nothing and value not in (None, False):
             raise UserError(f"{folder / CONFIG}: {name} = {show(value)} is not supported; only {nothing!r} is")
     if content.get("bias") not in (None, "none", "all", "lora_only"):
-        raise UserError(f"{folder / CONFIG}: bias is {show(content['bias'])}; 'none', 'all' and 'lora_only' are read")
+        raise UserError(f"{folder / CONFIG}: bias is {show(content['bias'])}; expected 'none', 'all' or 'lora_only'")
     return content
 
 
 def open_peft(folder: Path, arch: Architecture) -> tuple[Adaptation, dict[str, Tensor]]:
-    """The adapter in a folder, and its tensors under logical names."""
+    """Read the adapter in a folder; returns it and its tensors under logical names."""
     content, path = read_config(folder), folder / TENSORS
     if not path.is_file():
-        raise UserError(f"{folder} has no {TENSORS}: an adapter is that file and {CONFIG}")
+        raise UserError(f"{folder} has no {TENSORS}: an adapter needs that file and {CONFIG}")
     try:
         bias = str(content.get("bias") or "none")
-        frozen = [".base_layer.weight", *([".base_layer.bias"] if bias == "none" else [])]  # which peft may add
+        frozen = [".base_layer.weight", *([".base_layer.bias"] if bias == "none" else [])]  # tensors that peft may add
         stored = {name: one for name, one in map_file(path).items() if not name.endswith(tuple(frozen))}
         stored = {name: one for name, one in stored.items() if ".original_module." not in name}
     except OSError as error:
@@ -249,14 +249,14 @@ def open_peft(folder: Path, arch: Architecture) -> tuple[Adaptation, dict[str, T
     problems += [f"missing: {name}" for name in wanted if name not in stored]
     for name, one in wanted.items():
         if name in stored and tuple(stored[name].shape) != one.stored_shape:
-            problems.append(f"wrong shape: {name} is {list(stored[name].shape)}, wanted {list(one.stored_shape)}")
+            problems.append(f"wrong shape: {name} is {list(stored[name].shape)}, expected {list(one.stored_shape)}")
     if problems:
         raise UserError(f"{path} does not fit the model\n  " + listed(problems, 8, "\n  "))
     return how, {one.logical: one.load(stored[name]) for name, one in wanted.items()}
 
 
 def _with_patterns(how: Adaptation, arch: Architecture, content: dict[str, Any], folder: Path) -> Adaptation:
-    """The ranks and alphas of targets for which the config has others; patterns that mean none have no effect."""
+    """Apply the config's ranks and alphas for single targets; patterns that match no target have no effect."""
     found: dict[str, dict[str, Any]] = {}
     for key, read in (("rank_pattern", int), ("alpha_pattern", float)):
         try:
@@ -271,7 +271,7 @@ def _with_patterns(how: Adaptation, arch: Architecture, content: dict[str, Any],
 
 
 def _described(content: Mapping[str, Any], file: Path) -> Adaptation:
-    """The numbers and switches of an adapter's config."""
+    """Read the numbers and switches of an adapter's config."""
     for name, (kinds, low, high) in _NUMBERS.items():
         value = content.get(name)
         if value is None and low == 0:
@@ -296,7 +296,7 @@ def _described(content: Mapping[str, Any], file: Path) -> Adaptation:
     )
 
 
-_NUMBERS: dict[str, tuple[Any, float, float]] = {  # types, the least and the largest
+_NUMBERS: dict[str, tuple[Any, float, float]] = {  # types, smallest and largest value
     "r": (int, 1, WIDTH),
     "lora_alpha": (int | float, -1e30, 1e30),
     "lora_dropout": (int | float, 0, 1),
@@ -304,7 +304,7 @@ _NUMBERS: dict[str, tuple[Any, float, float]] = {  # types, the least and the la
 
 
 def adaptation_of(config: Config, arch: Architecture) -> Adaptation | None:
-    """What a config trains: as `lora.adapter_path` says where it is given. None: the whole model."""
+    """What a config trains, as the adapter at `lora.adapter_path` says if it is set; None: the whole model."""
     if not config.lora.enable:
         return None
     if config.lora.adapter_path is None:
@@ -315,7 +315,7 @@ def adaptation_of(config: Config, arch: Architecture) -> Adaptation | None:
 
 
 def _with_modules(how: Adaptation, arch: Architecture, stored: set[str], parameters: Sequence[str]) -> Adaptation:
-    """The modules whose tensors are there; of experts, those that the config names: one alone has not its own name."""
+    """Add the modules that have tensors; experts only if the config names them: their tensors do not."""
     known = [
         one
         for one in adaptable(arch)

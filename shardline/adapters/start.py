@@ -1,8 +1,8 @@
-"""The first values of what LoRA trains: a function of (seed, logical name), as those of all weights are.
+"""The initial values of what LoRA trains: a function of (seed, logical name), like those of all weights.
 
 a            uniform between -1/sqrt(columns) and 1/sqrt(columns), as `peft` draws it; 0 for embeddings
-b            0, so that a run begins with the model as it is; normal for embeddings
-magnitude    the length of each row of the weight, once that is there
+b            0, so that a run starts from the unchanged model; normal for embeddings
+magnitude    the norm of each row of the weight, set once the weight is loaded
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardline.storage.safetensors import LazyTensors
 
 
 def draw_matrices(model: Decoder, seed: int) -> None:
-    """Fill the matrices of this rank; magnitudes are not among them."""
+    """Fill this rank's matrices, but not the magnitudes."""
     for name, parameter in model.named_parameters():
         if is_low_rank(name) and not name.endswith(".magnitude"):
             logical, held = low_rank_name(name), local_slices(parameter)
@@ -29,7 +29,7 @@ def draw_matrices(model: Decoder, seed: int) -> None:
 
 
 def _drawn(seed: int, name: str, shape: tuple[int, ...], held: tuple[slice, ...], embeds: bool) -> Tensor:
-    """This rank's part of a matrix; every expert has numbers of its own."""
+    """Draw this rank's part of a matrix; every expert has its own random numbers."""
     if name.endswith(".b") != embeds:
         return torch.zeros([part.stop - part.start for part in held])
     if len(shape) == 2:
@@ -49,9 +49,9 @@ def _matrix(seed: int, name: str, expert: int, shape: tuple[int, ...], normal: b
 
 
 def set_magnitudes(model: Decoder, weights: LazyTensors) -> None:
-    """Let every magnitude be the length of its row of the frozen weight, as it is before the first step.
+    """Set every magnitude to the norm of its row of the frozen weight, for the first step.
 
-    Rows are read from where the `weights` come from: what a rank holds of a weight may be other rows, or columns.
+    Rows are read from `weights`, because a rank's shard of the weight may have other rows, or only columns.
     """
     found = [(name, one) for name, one in model.named_parameters() if is_low_rank(name) and name.endswith(".magnitude")]
     for name, parameter in found:

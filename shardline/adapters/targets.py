@@ -1,4 +1,4 @@
-"""Which weights a config names: by our names or Hugging Face's, by their endings or by a regular expression."""
+"""Finds the weights that a config names: by our names or Hugging Face's, by suffix or by regular expression."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EXPERTS = ".moe.experts."
 
 
 def adaptable(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every module that can have matrices of low rank, and the shape of its weight.
+    """Every module that can have low-rank matrices, and the shape of its weight.
 
-    These are the linear layers of blocks, the experts (gate and up in one, as `peft` has them), and what turns tokens
-    into vectors and back. Of a model of transformers, they are its linear layers and its embedding.
+    These are the linear layers of blocks, the experts (gate and up in one, as in `peft`), the embedding and the output
+    layer. In a model of transformers, they are its linear layers and its embedding.
     """
     if arch.foreign is not None:
         shapes, turned = arch.foreign.shapes, set(arch.foreign.transposed)
@@ -53,24 +53,24 @@ def spellings(arch: Architecture, module: str) -> list[str]:
     theirs = stored.name.removesuffix(".weight")
     if not theirs.startswith("model."):
         return [module, theirs]
-    return [module, theirs.replace("model.", "model.language_model.", 1), theirs]  # also as a model with images has it
+    return [module, theirs.replace("model.", "model.language_model.", 1), theirs]  # also in its multimodal form
 
 
 def layer_of(arch: Architecture, module: str) -> int | None:
-    """The number of the layer that a module is in; None outside of them."""
+    """The number of the layer that contains a module; None outside the layers."""
     place = f"{layers_name(arch)}."
     return int(module.removeprefix(place).partition(".")[0]) if module.startswith(place) else None
 
 
 def tied_names(arch: Architecture) -> dict[str, str]:
-    """Further names, in files, of weights that are two modules' there, and their logical ones."""
+    """Additional names in files for weights that belong to two modules, and their logical names."""
     if arch.foreign is not None:
         return arch.foreign.ties
     return {"lm_head.weight": "tok_embeddings.weight"} if arch.tie_word_embeddings else {}
 
 
 def chosen_targets(arch: Architecture, given: Sequence[str] | str, layers: Sequence[int] | None) -> list[str]:
-    """The modules that get matrices of low rank; empty `given`: all linear layers of the blocks, experts left out."""
+    """The modules that get low-rank matrices; with an empty `given`, all linear layers of the blocks except experts."""
     known = adaptable(arch)
     _check_layers(arch, layers)
     if isinstance(given, str) and given not in ALL_LINEAR and given:
@@ -100,13 +100,13 @@ def _by_expression(arch: Architecture, given: str, known: list[str]) -> list[str
     try:
         expression = re.compile(given)
     except re.error as error:
-        raise ConfigError(f"lora.target_modules: {given!r} is no regular expression ({error})") from None
+        raise ConfigError(f"lora.target_modules: {given!r} is not a regular expression ({error})") from None
     found = [one for one in known if any(expression.fullmatch(name) for name in spellings(arch, one))]
     return found or named_modules(arch, [given], known, "lora.target_modules")
 
 
 def named_modules(arch: Architecture, names: Sequence[str], known: Sequence[str], key: str) -> list[str]:
-    """The modules that some names mean; a name is a whole one or its end, and must mean something."""
+    """The modules that `names` match; each is a full name or its end, and must match some module."""
     found: list[str] = []
     for name in names:
         these = [one for one in known if any(_ends(full, name) for full in spellings(arch, one))]
@@ -114,7 +114,7 @@ def named_modules(arch: Architecture, names: Sequence[str], known: Sequence[str]
             endings = sorted(set(_endings(arch, known)))
             what = f"no module of this model is named {name!r}{nearest(name.rpartition('.')[2], endings)}"
             if arch.foreign is not None and any(f".{name}." in f".{full}." for full in arch.foreign.shapes):
-                what = f"{name!r} is no linear layer, beside which alone matrices can be trained in this model"
+                what = f"{name!r} is not a linear layer, the only kind that can have LoRA matrices in this model"
             raise ConfigError(f"{key}: {what}; there are {', '.join(endings)}")
         found += these
     return found
@@ -130,20 +130,20 @@ def _endings(arch: Architecture, known: Sequence[str]) -> Iterator[str]:
 
 
 def fitting(arch: Architecture, module: str, patterns: Mapping[str, float]) -> str | None:
-    """The first pattern that a module's name ends with, from a dot on, as `peft` compares them.
+    """The first pattern that matches the end of a module's name after a dot, as `peft` compares them.
 
-    Matrices of experts are named by their weights, not by the module that has both.
+    Matrices of experts are named after their weights, not after the module that has both weights.
     """
     names = spellings(arch, module)[::2] if EXPERTS in module else spellings(arch, module)
     return next((one for one in patterns if any(re.match(rf"(.*\.)?({one})$", name) for name in names)), None)
 
 
 def by_pattern(arch: Architecture, targets: Sequence[str], patterns: Mapping[str, float], key: str) -> dict[str, float]:
-    """The numbers that patterns of a config give to some targets; each pattern must mean one."""
+    """The numbers that a config's patterns assign to targets; each pattern must match one."""
     try:
         found = {module: fitting(arch, module, patterns) for module in targets}
     except re.error as error:
-        raise ConfigError(f"{key}: a pattern is no regular expression ({error})") from None
+        raise ConfigError(f"{key}: a pattern is not a regular expression ({error})") from None
     for pattern in patterns:
         if not any(fitting(arch, module, {pattern: 0}) for module in targets):
             endings = sorted(set(_endings(arch, targets)))
@@ -153,13 +153,13 @@ def by_pattern(arch: Architecture, targets: Sequence[str], patterns: Mapping[str
 
 
 def saved_modules(arch: Architecture, names: Sequence[str]) -> list[str]:
-    """The modules that are trained whole, for `lora.modules_to_save`."""
+    """The modules of `lora.modules_to_save`, whose weights are trained themselves."""
     known = list(
         dict.fromkeys(name.rpartition(".")[0] for name in logical_shapes(arch) if not name.endswith(".balance"))
     )
     ties = {other.rpartition(".")[0]: name.rpartition(".")[0] for other, name in tied_names(arch).items()}
     if arch.foreign is None and ties:
         ties["output"] = ties["lm_head"]
-    both = {name: ties[other] for name in names for other in ties if _ends(other, name)}  # one weight is both
+    both = {name: ties[other] for name in names for other in ties if _ends(other, name)}  # both share one weight
     found = named_modules(arch, [name for name in names if name not in both], known, "lora.modules_to_save")
     return [module for module in known if module in {*found, *both.values()}]

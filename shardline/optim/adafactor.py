@@ -1,16 +1,16 @@
-"""Adafactor: Adam without first moments, whose second moments are one number for each row and each column.
+"""Adafactor: Adam without first moments, and with second moments of one number for each row and each column.
 
     R = b R + (1 - b) mean over columns of g^2 + eps        C = b C + (1 - b) mean over rows of g^2 + eps
     u = g / sqrt(R C / mean(R))                             b = 1 - step ** decay_rate
     w = w - lr decay w - lr u / max(1, rms(u) / threshold)  (Shazeer and Stern 2018, algorithm 4)
 
-With `adafactor_scale_parameter`, lr is multiplied by rms(w), and by no less than eps[1]. Norm weights and biases have a
-second moment for each element. Formulas and results are those of transformers, for logical weights: wq, wk and wv each
-have their own C and rms although they are rows of one fused parameter, and every expert has R and C of its own, while
-rms is over all experts of a layer.
+With `adafactor_scale_parameter`, lr is multiplied by rms(w), but by no less than eps[1]. Norm weights and biases have a
+second moment for each element. Formulas and results are those of transformers, applied to logical weights: wq, wk and
+wv each have their own C and rms although they are rows of one fused parameter, and every expert has R and C of its own,
+while rms is over all experts of a layer.
 
-What this rank holds of R and C lies where its rows and columns of the weight do; sums over what others hold take one
-all-reduce for each dimension of the mesh that cuts weights, once for R and C, once for mean(R) and once for rms.
+R and C are sharded like the rows and columns of the weight. Sums over other ranks' shards take one all-reduce for each
+mesh dimension that shards weights: once for R and C, once for mean(R) and once for rms.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ROWS, COLUMNS = "exp_avg_sq_row", "exp_avg_sq_col"
 
 @dataclass(frozen=True)
 class Parts:
-    """The logical weights in a parameter: those of a fused one, gate and up of experts in turn, or itself."""
+    """The logical weights in a parameter: those fused in it, gate and up of each expert in turn, or the parameter."""
 
     factored: bool
-    heights: Tensor  # (1 or parts, 1, 1): rows of each whole matrix
-    rows: tuple[Tensor, ...] | None = None  # of a fused matrix, what this rank holds of each part
-    alternating: int = 1  # logical tensors whose matrices take turns
+    heights: Tensor  # (1 or parts, 1, 1): rows of each full matrix
+    rows: tuple[Tensor, ...] | None = None  # in a fused matrix, this rank's rows of each part
+    alternating: int = 1  # logical tensors whose matrices alternate
 
 
 def parts_of(model: nn.Module, plain: set[nn.Parameter]) -> dict[nn.Parameter, Parts]:
@@ -61,7 +61,7 @@ def parts_of(model: nn.Module, plain: set[nn.Parameter]) -> dict[nn.Parameter, P
 
 
 class Adafactor(torch.optim.Optimizer):
-    """`parts` says what logical weights a parameter holds; without an entry it is one."""
+    """`parts` says which logical weights a parameter holds; without an entry it holds one."""
 
     def __init__(
         self, groups: list[dict[str, Any]], options: dict[str, Any], parts: Mapping[nn.Parameter, Parts]
@@ -108,14 +108,14 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def state_bytes(name: str, shard: tuple[int, ...], momentum: bool) -> int:
-    """The size of what is kept of a parameter's shard; columns of what is fused count once."""
+    """The size of the state for a parameter's shard; columns of fused weights count once."""
     elements, factored = math.prod(shard), len(shard) > 1 and not name.endswith(".bias")
     second = math.prod(shard[:-1]) + math.prod(shard[:-2]) * shard[-1] if factored else elements
     return (second + momentum * elements) * torch.float32.itemsize
 
 
 def _without(parameter: nn.Parameter, dim: int, size: int) -> Tensor:
-    """Zeros in the shape of a parameter, and cut as it is, but for one dimension, which has `size` and is whole."""
+    """Zeros with a parameter's shape and sharding, except that dimension `dim` has `size` and is not sharded."""
     shape, own = list(parameter.shape), list(local(parameter).shape)
     shape[dim] = own[dim] = size
     zeros = torch.zeros(own, dtype=torch.float32, device=local(parameter).device)
@@ -131,7 +131,7 @@ def _without(parameter: nn.Parameter, dim: int, size: int) -> Tensor:
 
 
 def _advance(held: list[_Weights]) -> None:
-    """R and C of the factored weights, and mean(R)."""
+    """Update R and C of the factored weights, and mean(R)."""
     parameters = [one.parameter for one in held]
     rows, columns = [], []
     for one in held:
@@ -148,13 +148,13 @@ def _advance(held: list[_Weights]) -> None:
 
 
 class _Piece(NamedTuple):
-    """Some rows of a logical matrix, or some whole matrices: as much as is computed at a time."""
+    """Some rows of a logical matrix, or some whole matrices: the unit of computation."""
 
     matrices: slice
-    rows: Tensor | None  # of the one fused matrix; None: all
+    rows: Tensor | None  # of the only matrix; None: all
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its part of a tensor (matrices, rows, ...): a view, or a copy of rows."""
+        """This piece of a tensor (matrices, rows, ...): a view, or a copy of rows."""
         return tensor[self.matrices] if self.rows is None else tensor[0].index_select(0, self.rows)[None]
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
@@ -165,9 +165,9 @@ class _Piece(NamedTuple):
 
 
 class _Weights:
-    """What a rank holds of a parameter in one step, as (matrices, rows, columns); what is not factored has one column.
+    """A parameter's shard on this rank, as (matrices, rows, columns), in one step; if not factored, with one column.
 
-    Of a fused matrix, the matrices of C and of all sums are its parts.
+    For a fused matrix, C and all sums have one matrix for each part.
     """
 
     def __init__(self, parameter: nn.Parameter, state: dict[str, Tensor], parts: Parts, group: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ class _Weights:
         return held.view(math.prod(held.shape[:-1]), 1, held.shape[-1])
 
     def pieces(self) -> Iterator[tuple[slice, _Piece]]:
-        """All of the weight, with the places that pieces have among matrices or parts."""
+        """All pieces of the weight, each with its indices among matrices or parts."""
         count, rows, columns = self.gradient.shape
         limit = SCRATCH[self.gradient.device.type]
         if self.parts.rows is not None:
@@ -211,7 +211,7 @@ class _Weights:
     # ---- second moments ----------------------------------------------------------------------------------------------
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """Squares of this rank's gradients, summed over its columns (matrices, rows, 1) and over its rows."""
+        """This rank's squared gradients, summed over its columns (matrices, rows, 1) and over its rows."""
         of_rows = torch.zeros_like(self.gradient[..., :1], dtype=torch.float32)
         of_columns = torch.zeros_like(self._of_columns())
         for place, piece in self.pieces():
@@ -221,7 +221,7 @@ class _Weights:
         return of_rows, of_columns
 
     def advance(self, of_rows: Tensor, of_columns: Tensor) -> None:
-        """Let R and C take in a step's sums over whole rows and columns."""
+        """Update R and C with a step's sums over full rows and columns."""
         for state, means in (
             (local(self.state[ROWS]).view(of_rows.shape), of_rows / self.width),
             (self._of_columns(), of_columns / self.parts.heights),
@@ -229,14 +229,14 @@ class _Weights:
             state.mul_(self.decay).add_(means.add_(self.group["eps"][0]), alpha=1 - self.decay)
 
     def row_sums(self) -> Tensor:
-        """(matrices or parts, 1, 1): of R over this rank's rows."""
+        """(matrices or parts, 1, 1): sums of R over this rank's rows."""
         rows = local(self.state[ROWS]).view(*self.gradient.shape[:2], 1)
         if self.parts.rows is None:
             return rows.sum(1, keepdim=True)
         return torch.stack([rows[0].index_select(0, places).sum().view(1, 1) for places in self.parts.rows])
 
     def set_factors(self, row_sums: Tensor) -> None:
-        """What a gradient is multiplied by, from R, C and the sums of R over whole matrices."""
+        """Set the factors of the gradient, from R, C and the sums of R over full matrices."""
         rows = local(self.state[ROWS]).view(*self.gradient.shape[:2], 1)
         means = row_sums / self.parts.heights
         if self.parts.rows is None:
@@ -249,7 +249,7 @@ class _Weights:
         self.column_factor = self._of_columns().rsqrt()
 
     def advance_elements(self) -> None:
-        """The second moment of each element of what is not factored."""
+        """Update the second moment of each element of a weight that is not factored."""
         moments = self._matrices(self.state["exp_avg_sq"])
         squares = self.gradient.float().square() + self.group["eps"][0]
         moments.mul_(self.decay).add_(squares, alpha=1 - self.decay)
@@ -262,7 +262,7 @@ class _Weights:
         return piece.of(self.gradient).float() * piece.of(self.row_factor) * self.column_factor[place]
 
     def squared_update(self) -> Tensor:
-        """(logical tensors,): this rank's part of the squared norm of each one's update."""
+        """(logical tensors,): this rank's part of the squared norm of each tensor's update."""
         return self._squares(self._update)
 
     def squared_weight(self) -> Tensor:
@@ -275,7 +275,7 @@ class _Weights:
         return found if self.parts.rows is not None else found.view(-1, self.parts.alternating).sum(0)
 
     def _root_mean_squares(self, squares: Tensor) -> Tensor:
-        """(matrices or parts, 1, 1): of the logical tensor that each belongs to, from whole squared norms."""
+        """(matrices or parts, 1, 1): the rms of the logical tensor that each belongs to, from its full squared norm."""
         if self.parts.rows is not None:
             return (squares.view(-1, 1, 1) / (self.parts.heights * self.width)).sqrt()
         elements = self.parameter.numel() // self.parts.alternating
@@ -283,7 +283,7 @@ class _Weights:
         return of_tensors.repeat(len(self.gradient) // len(of_tensors)).view(-1, 1, 1)
 
     def apply(self, squared_update: Tensor, squared_weight: Tensor | None) -> None:
-        """Take the step, given the squared norms of whole logical tensors."""
+        """Take the step, given the squared norms of full logical tensors."""
         group = self.group
         sizes = self._root_mean_squares(squared_update) / group["clip_threshold"]
         rates = group["lr"] / sizes.clamp_(min=1.0)

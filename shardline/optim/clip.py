@@ -1,7 +1,7 @@
 """Gradient norm and clipping, over all parameters on all ranks.
 
-Each rank adds up the squares of what it holds, divided by the number of ranks that hold the same; the sum over all
-ranks is then the squared norm, whatever the layout. `squared_norm` is that local sum; the step all-reduces it together
+Each rank adds up the squares of its shards, divided by the number of ranks that hold the same shard; the sum over all
+ranks is then the squared norm, for any layout. `squared_norm` returns that local sum; the step all-reduces it together
 with its other numbers.
 """
 
@@ -26,8 +26,8 @@ def squared_norm(
 ) -> Tensor:
     """This rank's share of the squared norm of all gradients, a 0-d float32 tensor; does not wait for the device.
 
-    `ranks` is the number of ranks that hold a parameter or a shard of it: all, or those of a pipeline stage. Parameters
-    in `twice` are on two stages.
+    `ranks` is the number of ranks that hold a parameter or a shard of it: all ranks, or those of a pipeline stage.
+    Parameters in `twice` are on two stages.
     """
     held = [(local(p.grad), (1 + (p in twice)) * ranks / shards(p)) for p in parameters if p.grad is not None]
     if not held:
@@ -40,7 +40,7 @@ def squared_norm(
 
 
 def shards(parameter: Tensor) -> int:
-    """The number of different shards a parameter is cut into."""
+    """The number of different shards of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     cut = [isinstance(placement, Shard | _StridedShard) for placement in parameter.placements]
@@ -48,14 +48,14 @@ def shards(parameter: Tensor) -> int:
 
 
 def clipping_factor(norm: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied by so that it is at most max_norm; 0 or less, or inf: no limit."""
+    """The factor that scales gradients of this norm down to max_norm; a max_norm of 0 or less, or inf, is no limit."""
     return max_norm / (norm + 1e-6) if 0 < max_norm < min(norm + 1e-6, math.inf) else 1.0
 
 
 def clip_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float, scale: float = 1.0) -> None:
-    """Scale the gradients so that their norm is at most max_norm; `max_norm` 0 or less, or inf, leaves them alone.
+    """Scale the gradients so that their norm is at most `max_norm`; 0 or less, or inf, is no limit.
 
-    They are divided by `scale`, with which the loss was multiplied; `norm` is without it.
+    They are also divided by `scale`, by which the loss was multiplied; `norm` does not include it.
     """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     factor = clipping_factor(norm, max_norm) / scale
@@ -66,7 +66,7 @@ def clip_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float, scal
 def nonfinite_parameters(model: nn.Module, of_gradients: bool = True) -> list[str]:
     """Names of the parameters whose gradient (or value) holds an inf or nan on any rank; waits for the device.
 
-    Every rank must call it, which is after a norm that is not finite: all of them see it.
+    Every rank must call it; it follows a norm that is not finite, which all of them see.
     """
     tensors = {name: p.grad if of_gradients else p for name, p in model.named_parameters()}
     held = {name: local(tensor) for name, tensor in tensors.items() if tensor is not None}

@@ -1,18 +1,18 @@
-"""The optimizer's step inside backward: a parameter is updated as soon as its gradient is there, which is then freed.
+"""The optimizer's step inside backward: each parameter is updated as soon as its gradient is complete, then freed.
 
     backward:  ... grad of layer 3 -> step layer 3 -> free | grad of layer 2 -> step layer 2 -> free | ...
 
-At any time only the gradients of the current layer exist. With accumulation the gradients have to wait for the last
-micro-batch, so this saves memory without accumulation only.
+At any time only the gradients of the current layer exist. With gradient accumulation, gradients have to wait for the
+last micro-batch, so this saves memory only without accumulation.
 
-Clipping needs the norm of all gradients before the first step. `two_pass` gets it exactly: forward and backward run
-once to measure, discarding the gradients, and once more to step with the clipping factor. That costs a second forward
-and backward, and keeps the promise that a step whose norm is not finite changes nothing. One pass cannot keep it: when
-the norm is known, the weights have already changed. It is still measured, so the run stops; it has to continue from its
-last checkpoint, and `training.nonfinite = "skip"` needs two passes.
+Clipping needs the norm of all gradients before the first update. `two_pass` computes it exactly: forward and backward
+run once to measure, discarding the gradients, and once more to step with the clipping factor. That costs a second
+forward and backward, and keeps the promise that a step whose norm is not finite changes nothing. A single pass cannot
+keep it: by the time the norm is known, the weights have already changed. It still measures the norm, so the run stops;
+it has to continue from its last checkpoint. `training.nonfinite = "skip"` needs two passes.
 
-One optimizer holds all state and steps one parameter at a time: what is saved and loaded is that of an ordinary run.
-An optimizer that keeps state in its groups rather than per parameter does not work this way.
+One optimizer holds all state and steps one parameter at a time, so its saved state is that of an ordinary run. An
+optimizer that keeps state in its groups rather than per parameter does not work this way.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shardline.optim.norms import squared_sum
 
 
 class EarlyStep:
-    """Uses gradients in hooks, inside `using()`: it adds up their squares, steps `optimizer` with them, and frees them.
+    """Uses gradients in hooks, inside `using()`: adds up their squares, steps `optimizer` with them, and frees them.
 
     `enabled` is False for all micro-batches but the last. Parameters in `late` have no hook: their gradients are
-    complete only after backward, and `finish` uses them. `share` is the part of a local squared sum that counts in the
-    sum over all ranks: 1 / (ranks that hold the same shard). `prepare` may change gradients before they are used.
+    complete only after backward, and `finish` uses them. `share` is the fraction of a local squared sum that counts in
+    the sum over all ranks: 1 / (ranks that hold the same shard). `prepare` may change gradients before they are used.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EarlyStep:
 
     @contextlib.contextmanager
     def using(self, *, steps: bool, scale: float | None = None) -> Iterator[None]:
-        """Measure gradients, and step with them if `steps`; with a `scale` (of a second pass) multiply, not measure."""
+        """Measure gradients, and step with them if `steps`; with a `scale` (second pass), scale, not measure."""
         self._steps, self._measures, self._scale = steps, scale is None, 1.0 if scale is None else scale
         if self._measures:
             self._squares.zero_()
@@ -79,7 +79,7 @@ class EarlyStep:
             self._use([parameter])
 
     def finish(self) -> None:
-        """Use the gradients that are left after backward, those of `late` parameters, together."""
+        """Use the gradients that remain after backward, those of `late` parameters, together."""
         self._use([parameter for parameter in self._groups if parameter.grad is not None])
 
     @torch.no_grad()
@@ -100,11 +100,11 @@ class EarlyStep:
             parameter.grad = None
 
     def norm_squared(self) -> Tensor:
-        """0-d: this rank's share of the squared norm of all gradients; the sum over ranks is the whole."""
+        """0-d: this rank's share of the squared norm of all gradients, which is the sum over ranks."""
         return self._squares.sum()
 
     def _step(self, parameters: list[Any]) -> None:
-        """One step of the optimizer as if it had these parameters only, with the options their groups have now."""
+        """Step the optimizer as if it had only these parameters, with the current options of their groups."""
         every = self.optimizer.param_groups
         groups = [{**group, "params": [p for p in parameters if self._groups[p] is group]} for group in every]
         self.optimizer.param_groups = [group for group in groups if group["params"]]
@@ -117,11 +117,11 @@ class EarlyStep:
 def step_early(
     early: EarlyStep, backward: Callable[[], Tensor], agree: Callable[[Tensor, Tensor], Any], max_norm: float
 ) -> tuple[Any, bool]:
-    """One optimizer step; returns its outcome, and whether the weights were changed.
+    """Make one optimizer step; returns its outcome, and whether the weights were changed.
 
-    `backward` runs forward and backward over all micro-batches and returns the loss: once, or, where `max_norm` (above
-    0) clips, twice. `agree` makes the outcome of all ranks, which has `loss` and `grad_norm`, from this rank's loss and
-    its part of the squared norm.
+    `backward` runs forward and backward over all micro-batches and returns the loss. It runs once, or twice if a
+    `max_norm` above 0 clips. `agree` combines the loss and the partial squared norm of every rank into the outcome,
+    which has `loss` and `grad_norm`.
     """
     clips = 0 < max_norm < math.inf
     with early.using(steps=not clips):

@@ -1,8 +1,8 @@
-"""Parts of fused weights that are frozen while others are trained: queries without keys, gate without up.
+"""Freezes parts of fused weights while other parts are trained: queries without keys, gate without up.
 
-    wqkv     | q q k v | q q k v |        gradients of frozen rows are set to zero before anything is made of them (the
-    gradient | g g 0 0 | g g 0 0 |        norm, clipping, moments), and a step leaves these rows as they were, whatever
-                                          the optimizer does to weights without a gradient (decay)
+    wqkv     | q q k v | q q k v |        gradients of frozen rows are set to zero before anything uses them (norm,
+    gradient | g g 0 0 | g g 0 0 |        clipping, moments), and a step leaves these rows unchanged, even if the
+                                          optimizer changes weights without a gradient (weight decay)
 
 Gradients and optimizer state have all rows of such a tensor.
 """
@@ -19,11 +19,11 @@ from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import is_halved, logical_names, logical_rows
 
-Index = tuple[Any, ...]  # of a part of what this rank holds of a parameter
+Index = tuple[Any, ...]  # selects a part of this rank's shard of a parameter
 
 
 class FrozenRows:
-    """The parameters of a model that are trained in part. Every step of the optimizer keeps what is frozen of them."""
+    """The parameters of a model that are trained in part; optimizer steps leave their frozen rows unchanged."""
 
     def __init__(self, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
         self.places = {
@@ -38,7 +38,7 @@ class FrozenRows:
 
     @torch.no_grad()
     def clear(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Set the gradients of frozen rows to zero: of some parameters, or of all."""
+        """Set the gradients of frozen rows to zero, in these parameters or in all."""
         for parameter in self.places if parameters is None else parameters:
             gradient = parameter.grad
             if gradient is not None:
@@ -59,7 +59,7 @@ class FrozenRows:
 
 
 def _places(model: Decoder, name: str, parameter: nn.Parameter) -> list[Index]:
-    """Where the frozen parts of a parameter are in what this rank holds."""
+    """Where the frozen parts of a parameter are in this rank's shard."""
     if is_halved(name):  # gate and up of experts
         halves = enumerate(logical_names(model.arch, name))
         return [(slice(None), number) for number, part in halves if part in model.frozen]

@@ -1,4 +1,4 @@
-"""Adam and AdamW on a GPU, clipping included: every number is read and written once a step (kernels.py)."""
+"""Adam and AdamW on a GPU, including clipping: every number is read and written once per step (kernels.py)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shardline.optim.norms import address_table, is_small, triton_type
 
 
 class GPUAdam(torch.optim.Optimizer):
-    """Takes parameter groups and options from one of torch's optimizers, which then goes unused.
+    """Takes parameter groups and options from one of torch's optimizers, which is not used any further.
 
     Parameters and moments are float32, gradients float32 or bfloat16; with `int8`, moments of matrices have 8 bits
-    (int8_moments.py). `scale` multiplies the gradients of each step until it is changed: the clipping factor.
+    (int8_moments.py). `scale` is the clipping factor: it multiplies the gradients of each step until it is changed.
     """
 
     def __init__(self, pattern: torch.optim.Adam, int8: bool = False) -> None:
@@ -31,18 +31,18 @@ class GPUAdam(torch.optim.Optimizer):
         self.int8 = int8
         self.decoupled = isinstance(pattern, torch.optim.AdamW)
         self.scale = 1.0
-        self.launched = 0  # kernels in the last step
+        self.launched = 0  # number of kernels in the last step
         self._prepared: list[KernelLaunch] | None = None
 
     @staticmethod
     def serves(pattern: torch.optim.Adam) -> bool:
-        """Whether the kernels can make this optimizer's steps: float32 parameters on a GPU, and Triton is there."""
+        """Whether the kernels support this optimizer: float32 parameters on a GPU, with Triton installed."""
         parameters = [parameter for group in pattern.param_groups for parameter in group["params"]]
         return all(p.is_cuda and p.dtype == torch.float32 for p in parameters) and find_spec("triton") is not None
 
     @staticmethod
     def serves_int8(pattern: torch.optim.Adam) -> bool:
-        """Whether it can with moments in 8 bits, too: rows of whole blocks, codes that are rounded to the nearest."""
+        """Whether they also support 8-bit moments: rows of whole blocks, and codes rounded to the nearest."""
         groups = pattern.param_groups
         widths = [local(p).shape[-1] for group in groups for p in group["params"] if p.ndim > 1]
         whole = all(width % INT8_BLOCK == 0 for width in widths)
@@ -53,7 +53,7 @@ class GPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Find out what the next step reads and writes, which the host can do while gradients are still computed."""
+        """Plan the next step's launches, which the host can do while gradients are still being computed."""
         self._prepared = [launch for group in self.param_groups for launch in self._launches(group)]
 
     @torch.no_grad()
@@ -72,15 +72,15 @@ class GPUAdam(torch.optim.Optimizer):
         every = [update for launch in launches for update in launch.updates]
         if every:
             torch._foreach_add_([update.counter for update in every], 1)
-            # The kernels wrote behind torch's back; a narrow copy is as new as its weight.
+            # Torch did not see the kernels write. A narrow copy is up to date, so its weight keeps its version.
             torch.autograd.graph.increment_version([update.weight for update in every if update.copy is None])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._prepared = None  # which holds gradients
+        self._prepared = None  # it refers to gradients
         super().zero_grad(set_to_none)
 
     def _launches(self, group: dict[str, Any]) -> Iterator[KernelLaunch]:
-        """The kernels of a group's step: one for each large parameter, and for small ones one for all."""
+        """The kernels of a group's step: one for each large parameter, and one for all small parameters."""
         together: dict[tuple[int, torch.dtype, bool], list[Update]] = {}
         for parameter in group["params"]:
             if parameter.grad is None or not local(parameter).numel():
@@ -108,7 +108,7 @@ class GPUAdam(torch.optim.Optimizer):
         return Update(local(parameter.detach()), gradient, first, second, copy, counter, steps, scales)
 
     def _numbers(self, group: dict[str, Any], steps: int) -> tuple[float, ...]:
-        """The last numbers that all kernels take."""
+        """The trailing scalar arguments, which all kernels share."""
         beta1, beta2 = group["betas"]
         step_size, root = group["lr"] / (1 - beta1**steps), math.sqrt(1 - beta2**steps)
         return (group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step_size, root, self.scale)
@@ -164,13 +164,13 @@ class Update(NamedTuple):
     first: Tensor
     second: Tensor
     copy: Tensor | None
-    counter: Tensor  # of finished steps
-    steps: int  # this one included
-    scales: tuple[Tensor, Tensor] | None  # of moments in 8 bits
+    counter: Tensor  # the number of finished steps
+    steps: int  # including this one
+    scales: tuple[Tensor, Tensor] | None  # for 8-bit moments
 
 
 class KernelLaunch(NamedTuple):
-    """A kernel of the step; `table` has the addresses of several small parameters."""
+    """A kernel launch of the step; `table` has the addresses of several small parameters, or is None for one."""
 
     group: dict[str, Any]
     updates: list[Update]
@@ -185,6 +185,6 @@ def _row(update: Update) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=16)
 def _blocks(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """(programs, 2) for the kernel: the row and the block of each program, where rows have so many blocks."""
+    """(programs, 2): the row and the block of each program, if rows have these counts of blocks."""
     pairs = [(row, block) for row, count in enumerate(counts) for block in range(count)]
     return torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2)

@@ -1,14 +1,14 @@
-"""Triton kernels of the optimizer's step, at the speed of the memory: sums of squares, and Adam.
+"""Triton kernels of the optimizer's step, limited only by memory bandwidth: sums of squares, and Adam.
 
-Each exists twice: for one large tensor, and for many small ones in one launch, whose addresses stand in a table. LoRA
-trains hundreds of small matrices, and launching a kernel takes longer than their update.
+Each has two forms: for one large tensor, and for many small ones in one launch, with their addresses in a table. LoRA
+trains hundreds of small matrices, and launching a kernel takes longer than updating one of them.
 
 Adam reads each number once and writes each once:
 
     weight, moments (float32)   gradient (float32 or bfloat16) x scale
       -> weight, moments, and the narrow copy of the weight, if there is one
 
-`scale` is the clipping factor: gradients need no pass of their own for it, and keep their type until they are used.
+`scale` is the clipping factor: clipping needs no pass of its own, and gradients keep their type until they are used.
 """
 # mypy: ignore-errors
 
@@ -19,13 +19,13 @@ import triton.language as tl
 
 BLOCK = 4096
 SMALL = 1 << 20  # elements of a tensor that shares its launch with others
-SMALL_PARTS = 16  # sums of squares of one such tensor
-PARTS = 1056  # sums of squares of one tensor: eight for each multiprocessor of an H100 or H200
+SMALL_PARTS = 16  # partial sums of one such tensor
+PARTS = 1056  # partial sums of one large tensor: eight for each multiprocessor of an H100 or H200
 
 
 @triton.jit
 def squares_kernel(x, sums, count, parts, BLOCK: tl.constexpr):
-    """sums[p] = the sum of squares, in float32, of every parts-th block of x from the p-th on."""
+    """sums[p] = the float32 sum of squares of every parts-th block of x, starting with the p-th."""
     total = tl.zeros((BLOCK,), tl.float32)
     part = tl.program_id(0)
     for start in range(part.to(tl.int64) * BLOCK, count, parts * BLOCK):
@@ -37,7 +37,7 @@ def squares_kernel(x, sums, count, parts, BLOCK: tl.constexpr):
 
 @triton.jit
 def many_squares_kernel(table, sums, DTYPE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """sums (tensors, PARTS): those of `squares_kernel`, for each row (address, elements) of the table."""
+    """sums (tensors, PARTS): the sums of `squares_kernel` for each row (address, elements) of the table."""
     row, part = tl.program_id(0), tl.program_id(1)
     x = tl.multiple_of(tl.load(table + 2 * row).to(tl.pointer_type(DTYPE)), 16)
     count = tl.load(table + 2 * row + 1)
@@ -90,7 +90,7 @@ def many_adam_kernel(
     table, blocks, lr, beta1, beta2, eps, decay, step_size, root, scale,
     GRADIENT: tl.constexpr, DECOUPLED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`blocks` (programs, 2): the row of the table, and the block of its tensors.
+    """`blocks` (programs, 2): the program's row of the table, and its block of that row's tensors.
 
     A row has the addresses of weight, gradient, moments and narrow copy, and the number of elements.
     """
@@ -109,7 +109,7 @@ def many_adam_kernel(
 
 @triton.jit
 def _decoded(codes, scales, TOP: tl.constexpr, STEP: tl.constexpr):
-    """int8_moments.py: (blocks, BLOCK) codes and (blocks, 1) scales -> float32."""
+    """Decode as in int8_moments.py: (blocks, BLOCK) codes and (blocks, 1) scales -> float32."""
     code = codes.to(tl.float32)
     size = tl.where(code == 0, 0.0, tl.exp2((tl.abs(code) - TOP) * STEP)) * scales
     return tl.where(code < 0, -size, size)
@@ -117,7 +117,7 @@ def _decoded(codes, scales, TOP: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _encoded(values, TOP: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, SMALLEST: tl.constexpr):
-    """Codes without their sign, in float32, and scales (blocks, 1)."""
+    """Return unsigned codes in float32, and scales (blocks, 1)."""
     size = tl.abs(values)
     scale = tl.max(size, axis=1, keep_dims=True)
     scale = tl.where(scale < SMALLEST, 0.0, scale)
@@ -133,7 +133,7 @@ def int8_adam_kernel(
     DECOUPLED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     STEP1: tl.constexpr, STEP2: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """`adam_kernel` with moments in 8 bits: `blocks` blocks of BLOCK numbers, whose scales have their own tensors."""
+    """`adam_kernel` with 8-bit moments: `blocks` blocks of BLOCK numbers, with their scales in separate tensors."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     places = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     here, there = block < blocks, places < blocks * BLOCK

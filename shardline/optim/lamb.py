@@ -1,4 +1,4 @@
-"""LAMB and LARS: Adam and SGD whose step has, for each layer, a length in proportion to the layer's weights.
+"""LAMB and LARS: Adam and SGD with the step of each layer scaled in proportion to the norm of its weights.
 
     LAMB  u = m / (sqrt(v) + eps) + decay w        w -= lr |w| / |u| u                 (You et al. 2020, algorithm 2)
     LARS  b = momentum b + lr r (g + decay w)      w -= b                              (You et al. 2017, algorithm 1)
@@ -8,10 +8,10 @@ m and v are Adam's bias-corrected moments; c is `optimizer.trust_coefficient`, m
 norm is 0, the ratio is 1. Norm weights and biases (1-D) take the plain step, without decay, as published.
 
 A layer is a logical weight: wq, wk and wv each have a ratio although they are rows of one fused parameter, and the
-experts of a layer have one together for each of their three matrices. Norms are over the whole weight, however it is
-sharded: all of them together cost one small all-reduce per step, and one more for each axis that shards experts.
+experts of a layer share one for each of their three matrices. Norms are over the full weight, however it is sharded:
+all of them together cost one small all-reduce per step, and one more for each axis that shards experts.
 
-The gradients are overwritten with the update, so that no second copy of the model's size is needed.
+The gradients are overwritten with the update, so that no additional memory of the model's size is needed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from shardline.optim.norms import squared_row_sums, squared_sums
 
 
 def fused_parts(model: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Every fused matrix of a `Decoder`: (parts, local rows) float32, 1 where a row of this rank is of the part."""
+    """Every fused matrix of a `Decoder`: (parts, local rows) float32, 1 if a row of this rank belongs to the part."""
     found: dict[nn.Parameter, Tensor] = {}
     arch: Any = getattr(model, "arch", None)
     for name, parameter in model.named_parameters() if arch is not None else ():
-        if is_halved(name):  # (experts, 2, ...): its rows are those of gate and up in turn
+        if is_halved(name):  # (experts, 2, ...): gate and up alternate
             found[parameter] = torch.eye(2, device=parameter.device).repeat(1, len(local(parameter)))
             continue
         rows = local_slices(parameter)[0]
@@ -53,7 +53,7 @@ def fused_parts(model: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 def whole_norms(tensors: Sequence[Tensor], parts: Sequence[Tensor | None] | None = None) -> Tensor:
-    """L2 norms of whole tensors, sharded or not, float32: one per tensor, or one per part where `parts` has an entry.
+    """L2 norms of full tensors, sharded or not, float32: one per tensor, or one per part if `parts` has an entry.
 
     Every rank of a DTensor's mesh calls this with the same list.
     """
@@ -64,10 +64,10 @@ def whole_norms(tensors: Sequence[Tensor], parts: Sequence[Tensor | None] | None
 
 
 def whole_sums(sums: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Sums over whole tensors from those over what this rank holds of each; every one is a vector.
+    """Turn sums over this rank's shards into sums over full tensors; every sum is a vector.
 
-    All tensors whose mesh holds every rank share one all-reduce; others take one per mesh dimension that shards any of
-    them.
+    All tensors whose mesh includes every rank share one all-reduce; others take one per mesh dimension that shards any
+    of them.
     """
     sums = list(sums)
     sharded = [index for index, tensor in enumerate(tensors) if _copies(tensor) < _mesh_size(tensor)]
@@ -88,9 +88,9 @@ def whole_sums(sums: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor
 
 
 def sums_along(sums: Sequence[Tensor], tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
-    """Sums along one dimension of each whole tensor from those along what this rank holds of it.
+    """Turn sums along one dimension of this rank's shards into sums along that dimension of the full tensors.
 
-    Every mesh dimension that cuts some tensor along its dimension takes one all-reduce.
+    Every mesh dimension that shards some tensor along its dimension takes one all-reduce.
     """
     sums = list(sums)
     for mesh in dict.fromkeys(_mesh(tensor) for tensor in tensors if isinstance(tensor, DTensor)):
@@ -106,7 +106,7 @@ def sums_along(sums: Sequence[Tensor], tensors: Sequence[Tensor], dims: Sequence
 
 
 def cuts(tensor: DTensor, mesh_dimension: int, dim: int) -> bool:
-    """Whether a dimension of the mesh cuts the tensor along `dim`."""
+    """Whether a mesh dimension shards the tensor along `dim`."""
     placement: Any = tensor.placements[mesh_dimension]
     return isinstance(placement, Shard | _StridedShard) and placement.dim % tensor.ndim == dim % tensor.ndim
 
@@ -121,7 +121,7 @@ def _local_squared_sums(tensors: list[Tensor], parts: Sequence[Tensor | None]) -
 
 
 def _rows(tensor: Tensor, part: Tensor) -> Tensor:
-    """The tensor with its rows first; of fused experts a row is the gate, or the up projection, of one."""
+    """The tensor with its rows first; a row of fused experts is the gate or up projection of one expert."""
     return tensor if part.shape[1] == tensor.shape[0] else tensor.flatten(0, 1)
 
 
@@ -132,16 +132,16 @@ def _sum_over(
     chosen: list[int],
     scales: list[float],
 ) -> None:
-    """Replace the chosen sums by those over the group, in one collective; `scales` make copies count once."""
+    """Replace the chosen sums by their sums over the group, in one collective; `scales` make copies count once."""
     scaled = torch._foreach_mul([sums[index] for index in chosen], scales)
     flat = torch.cat([part.flatten() for part in scaled])
-    flat = sum_over_group(flat.to(mesh.device_type), group).to(flat.device)  # a group takes tensors of its own device
+    flat = sum_over_group(flat.to(mesh.device_type), group).to(flat.device)  # a group works on its own device
     for index, values in zip(chosen, flat.split([part.numel() for part in scaled]), strict=True):
         sums[index] = values.view_as(sums[index])
 
 
 def _copies(tensor: Tensor) -> int:
-    """How many ranks of the tensor's mesh hold the same part of it."""
+    """How many ranks of the tensor's mesh hold the same shard of it."""
     return _mesh_size(tensor) // shards(tensor)
 
 
@@ -167,7 +167,7 @@ class _Layerwise(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _local_lists(self, group: dict[str, Any]) -> tuple[list[nn.Parameter], list[Tensor], list[Tensor]]:
-        """Parameters that have a gradient, and the local parts of both; makes their state where there is none."""
+        """Parameters with a gradient, and the local parts of both; creates their state if there is none."""
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
             if not self.state[parameter]:
@@ -178,14 +178,14 @@ class _Layerwise(torch.optim.Optimizer):
         return [local(self.state[parameter][kind]) for parameter in parameters]
 
     def _norms(self, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """Norms of the weights and of what their gradients hold, one per logical weight."""
+        """Norms of the weights, and of what their gradients currently contain, one per logical weight."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         parts = [self.parts.get(parameter) for parameter in parameters]
         weights, updates = whole_norms([*parameters, *gradients], parts * 2).chunk(2)
         return weights, updates
 
     def _multiply(self, parameters: list[nn.Parameter], ratios: Tensor) -> None:
-        """Multiply each gradient by its ratio, each part of a fused one by its own."""
+        """Multiply each gradient by its ratio, and each part of a fused gradient by its own."""
         parts = [self.parts.get(parameter) for parameter in parameters]
         pieces = ratios.split([1 if part is None else len(part) for part in parts])
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
@@ -202,7 +202,7 @@ class _Layerwise(torch.optim.Optimizer):
 
 
 class Lamb(_Layerwise):
-    """Groups with `adapt` take trust ratios; the others step as Adam does."""
+    """Groups with `adapt` use trust ratios; the others step like Adam."""
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         return adam_state(parameter)
@@ -230,7 +230,7 @@ class Lamb(_Layerwise):
         first, second = self._states(parameters, "exp_avg"), self._states(parameters, "exp_avg_sq")
         (beta1, beta2), steps = group["betas"], self._states(parameters, "step")
         torch._foreach_add_(steps, 1)
-        counts = [int(step.item()) for step in steps]  # on the CPU: no wait
+        counts = [int(step.item()) for step in steps]  # they are on the CPU: no wait
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
@@ -247,7 +247,7 @@ class Lamb(_Layerwise):
 
 
 class Lars(_Layerwise):
-    """Groups with `adapt` take trust ratios; the others step as SGD with momentum does."""
+    """Groups with `adapt` use trust ratios; the others step like SGD with momentum."""
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}

@@ -1,10 +1,10 @@
-"""SGD and Lion: optimizers of one moment, whose update of an element needs nothing but that element.
+"""SGD and Lion: optimizers with one moment, whose update of an element depends only on that element.
 
     SGD   b = momentum b + (g + decay w)                w -= lr b                    (momentum is `optimizer.beta1`)
     Lion  u = sign(beta1 m + (1 - beta1) g)             w -= lr (u + decay w)        (Chen et al. 2023, algorithm 2)
           m = beta2 m + (1 - beta2) g
 
-Shards step as whole tensors do. The gradients are overwritten.
+Shards step like full tensors. The gradients are overwritten.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OneMoment(torch.optim.Optimizer):
 
 
 class Sgd(OneMoment):
-    """SGD with momentum, as `torch.optim.SGD` without dampening."""
+    """SGD with momentum, like `torch.optim.SGD` without dampening."""
 
     moment = "momentum_buffer"
 

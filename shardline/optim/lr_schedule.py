@@ -7,9 +7,9 @@
        +--/------------------------> step
          warmup    stable    decay
 
-The first step already learns, and the last one still does: the curve's ends are a step before and a step after them.
-With `include_ends` they are the first and the last step, as in one-cycle schedules, whose momentum falls and rises
-again against the learning rate (`momentum_range`).
+The first and the last step have a learning rate above the curve's ends, which lie one step before and one step after
+them. With `include_ends`, the ends are the first and the last step, as in one-cycle schedules, whose momentum falls and
+rises opposite to the learning rate (`momentum_range`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardline.errors import UserError
 
 log = logging.getLogger("shardline")
 
-# progress of the decay, from 0 to 1 -> share of the way from min_lr_factor to 1 that is left
+# progress of the decay, from 0 to 1 -> height between min_lr_factor (0) and the peak (1)
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
@@ -34,7 +34,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "rex": lambda progress: (1 - progress) / (0.1 + 0.9 * (1 - progress)),  # reflected exponential, arXiv 2107.04197
     "constant": lambda progress: 1.0,
 }
-# share of the warmup that is done -> share of the way to 1
+# progress of the warmup, from 0 to 1 -> height between its start (0) and the peak (1)
 WARMUPS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "quadratic": lambda done: done**2,
@@ -45,7 +45,7 @@ INVERSE_SQRT_STEPS = 10_000  # timescale of a schedule without warmup
 
 
 def learning_rate(peak: float, step: int, config: Config, steps: int | None = None) -> float:
-    """The rate of the step after `step` finished ones, from its peak; Adafactor may have one of its own."""
+    """The learning rate of the step after `step` finished ones; Adafactor may have a schedule of its own."""
     section = config.optimizer
     if section.name != "Adafactor" or not section.adafactor_relative_step:
         return peak * lr_factor(step, config, steps)
@@ -53,17 +53,17 @@ def learning_rate(peak: float, step: int, config: Config, steps: int | None = No
 
 
 def lr_factor(step: int, config: Config, steps: int | None = None) -> float:
-    """Share of `optimizer.lr` for the step after `step` finished ones (0 for the first).
+    """The fraction of `optimizer.lr` for the step after `step` finished ones (0 for the first).
 
-    The schedule lasts `lr_scheduler.total_steps`, else `steps`, else `training.steps`; warmup and decay are cut to what
-    fits into it (`rules.notes` reports that).
+    The schedule lasts `lr_scheduler.total_steps`, else `steps`, else `training.steps`; warmup and decay are cut to fit
+    into it (`rules.notes` reports that).
     """
     height, lowest = _height(step, config.lr_scheduler, _length(config, steps))
     return lowest + (1 - lowest) * height
 
 
 def momentum(step: int, config: Config, steps: int | None = None) -> float | None:
-    """What `momentum_range` makes of the momentum at a step: highest where the learning rate is lowest."""
+    """The momentum that `momentum_range` gives a step: highest when the learning rate is lowest."""
     section = config.lr_scheduler
     if section.momentum_range is None:
         return None
@@ -77,7 +77,7 @@ def _length(config: Config, steps: int | None) -> int:
 
 
 def _height(step: int, section: LRScheduler, total: int) -> tuple[float, float]:
-    """How high the curve is at a step, from 0 to 1, and the factor that its 0 stands for."""
+    """The height of the curve at a step, from 0 to 1, and the factor that height 0 stands for."""
     warmup = section.warmup(total)
     if step < warmup:
         done = step / max(1, warmup - 1) if section.include_ends and warmup > 1 else (step + 1) / warmup
@@ -96,7 +96,7 @@ def _left(decayed: int, decay: int, warmup: int, section: LRScheduler) -> float:
         timescale = section.timescale or warmup or INVERSE_SQRT_STEPS
         return 1 / math.sqrt(1 + decayed / timescale)
     progress = min(1.0, decayed / decay)
-    if progress < 1:  # every cycle begins at the top
+    if progress < 1:  # every cycle starts at the top
         progress = section.cycles * progress % 1
     if section.decay_type == "polynomial":
         return (1 - progress) ** section.decay_power
@@ -104,11 +104,11 @@ def _left(decayed: int, decay: int, warmup: int, section: LRScheduler) -> float:
 
 
 def check_resumed(trainer: Mapping[str, Any], config: Config, peak: float, end: int, where: object) -> None:
-    """Refuse a schedule, of a run to step `end`, that would have given the last step another learning rate.
+    """Refuse a schedule (of a run to step `end`) that would have given the last step another learning rate.
 
-    `trainer` is the state that the checkpoint `where` keeps. A schedule of another length, shape or peak would bend the
-    curve unnoticed; `lr_scheduler.bend_on_resume` allows it. A run that had reached its last step can go on only with
-    another schedule: there it is a note.
+    `trainer` is the trainer state in the checkpoint `where`. A schedule of another length, shape or peak would bend the
+    curve unnoticed; `lr_scheduler.bend_on_resume` allows it. A run that had reached its last step can continue only
+    with another schedule, so then a note is logged instead.
     """
     anew = "lr_scheduler" in set(config.checkpoint.exclude_from_loading) - set(trainer.get("excluded", ()))
     if anew or not trainer["step"] or "lr" not in trainer or end <= trainer["step"]:
@@ -118,21 +118,21 @@ def check_resumed(trainer: Mapping[str, Any], config: Config, peak: float, end: 
     if math.isclose(now, before, rel_tol=1e-6):
         return
     if step >= planned or config.lr_scheduler.bend_on_resume:
-        log.info("note: the learning rate goes on at %.3g; it was %.3g in step %d", following, before, step)
+        log.info("note: the learning rate continues at %.3g; it was %.3g in step %d", following, before, step)
         return
     raise UserError(
-        f"{where}: step {step} had a learning rate of {before:.3g}; by this config it would have had {now:.3g}."
-        f" Give the settings that the run had: it was to end at step {planned}, and"
-        f" --lr_scheduler.total_steps={planned - origin} keeps its schedule for another length. Or begin a new schedule"
+        f"{where}: step {step} had a learning rate of {before:.3g}; with this config it would have had {now:.3g}."
+        f" Restore the settings that the run had: it was to end at step {planned}, and"
+        f" --lr_scheduler.total_steps={planned - origin} keeps its schedule for another length. Or start a new schedule"
         " with --checkpoint.exclude_from_loading=lr_scheduler, or accept the bend with --lr_scheduler.bend_on_resume"
     )
 
 
-RATIO = "lr_ratio"  # of a group of parameters: its learning rate over that of the run
+RATIO = "lr_ratio"  # key of a parameter group: its learning rate divided by the run's
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, momentum: float | None = None) -> None:
-    """Give every group its learning rate, and, where one is given, its momentum, which is Adam's beta1."""
+    """Set the learning rate of every group and, if one is given, its momentum, which is Adam's beta1."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(RATIO, 1.0)
         if momentum is not None and "betas" in group:

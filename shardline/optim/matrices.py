@@ -1,17 +1,17 @@
-"""Logical matrices that are whole on one rank for a while: each is brought to its owner, changed there, and sent back.
+"""Gathers each logical matrix on one rank, its owner, which changes it and sends the parts back.
 
     before            in               each rank its own       back
     A0 B0 C0 D0       A0 A1 A2 A3      f(A)                    f(A)0 f(B)0 f(C)0 f(D)0       rank 0
     A1 B1 C1 D1       B0 B1 B2 B3      f(B)                    f(A)1 f(B)1 f(C)1 f(D)1       rank 1
     ...               ...              ...                     ...
 
-A round has at most one matrix for each rank, so that a rank never has more than two of them in its memory. The largest
-come first, each for the rank with the least work so far: the matrices of a round are alike, and so is the work of all
-ranks. Pieces travel over one dimension of the mesh after the other, in by all-to-alls from the first to the last, back
-in the other order. Where a dimension has replicas, nothing travels in, and every replica gets what one has computed.
-A matrix that no two ranks share (one of an expert) stays where it is.
+A round has at most one matrix for each rank, so that a rank never has more than two of them in memory. The largest come
+first, each to the rank with the least work so far, so the matrices of a round have similar sizes and all ranks similar
+work. Pieces travel over one mesh dimension after another: inward by all-to-alls from the first to the last, back in
+reverse order. Over a dimension with replicas nothing travels inward, and every replica receives what one has computed.
+A matrix that is not shared by ranks (one of an expert) stays where it is.
 
-All ranks of a mesh compute the same plan from the placements of its parameters; nothing is asked or sent for it.
+All ranks of a mesh compute the same plan from the placements of its parameters, without any communication.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from shardline.comm.collectives import exchange_runs
 from shardline.models.dtensor import local, shard_slices
 from shardline.models.fused_weights import unfuse
 
-Coordinates = tuple[int, ...]  # of a rank in the mesh; () where there is none
-Key = tuple[int, Coordinates]  # number of a matrix in its round, and the rank whose piece it is
+Coordinates = tuple[int, ...]  # of a rank in the mesh; () without a mesh
+Key = tuple[int, Coordinates]  # a matrix's number in its round, and the rank whose piece it is
 Pieces = dict[Key, Tensor]  # flat
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A logical matrix: rows of a fused parameter, one expert's part of a parameter, or a whole one."""
+    """A logical matrix: rows of a fused parameter, one expert's part of a parameter, or a whole parameter."""
 
     parameter: nn.Parameter
-    index: tuple[int, ...]  # in the dimensions before the last two: nothing, an expert, or an expert and gate or up
-    rows: np.ndarray | None  # where its rows are in a fused parameter, ascending; None: it has all
+    index: tuple[int, ...]  # in the dimensions before the last two: (), an expert, or an expert and gate or up
+    rows: np.ndarray | None  # its rows in a fused parameter, ascending; None: all
     shape: tuple[int, int]
-    held: Callable[[Coordinates], tuple[slice, ...]]  # the shard of the parameter that a rank has
+    held: Callable[[Coordinates], tuple[slice, ...]]  # the shard of the parameter on a rank
 
     @property
     def work(self) -> int:
-        """In proportion to the multiplications of Newton-Schulz."""
+        """A number proportional to the multiplications of Newton-Schulz."""
         low, high = sorted(self.shape)
         return low * low * (2 * high + low)
 
     @functools.cached_property
     def copied(self) -> frozenset[int]:
-        """The dimensions of the mesh whose ranks hold the same of it."""
+        """The mesh dimensions whose ranks hold the same part of it."""
         placements = getattr(self.parameter, "placements", ())
         return frozenset(at for at, placement in enumerate(placements) if placement.is_replicate())
 
     def place(self, at: Coordinates) -> tuple[slice, slice] | None:
-        """The rows and columns that the rank at these coordinates has; None where it has no part of the matrix."""
+        """The rows and columns of the matrix that the rank at these coordinates has; None if it has none."""
         *outer, rows, columns = self.held(at)
         if not all(held.start <= index < held.stop for index, held in zip(self.index, outer, strict=True)):
             return None
@@ -68,7 +68,7 @@ class Matrix:
         return (rows, columns) if rows.start < rows.stop and columns.start < columns.stop else None
 
     def within(self, shard: Tensor, at: Coordinates) -> tuple[Tensor, Tensor | None]:
-        """The part of this rank's shard that has the matrix in it, a view, and those of its rows; None: all."""
+        """A view of the part of this rank's shard that contains the matrix, and the matrix's rows in it; None: all."""
         *outer, held, _ = self.held(at)
         part = shard[tuple(index - before.start for index, before in zip(self.index, outer, strict=True))]
         if self.rows is None:
@@ -83,9 +83,9 @@ def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
 
 
 def matrices_of(model: nn.Module) -> list[Matrix]:
-    """The matrices of a model's blocks, except those of routers; embedding, head and biases are none of them."""
+    """The matrices of a model's blocks, except those of routers; embedding, head and biases do not count."""
     found, arch = list[Matrix](), getattr(model, "arch", None)
-    layouts: dict[object, Callable[[Coordinates], tuple[slice, ...]]] = {}  # parameters that are cut alike share one
+    layouts: dict[object, Callable[[Coordinates], tuple[slice, ...]]] = {}  # parameters sharded alike share one
     for name, parameter in model.named_parameters():
         if not (is_block_matrix(name, parameter.shape) and parameter.requires_grad):
             continue
@@ -112,7 +112,7 @@ class Task(NamedTuple):
 
 
 def share_out(matrices: Sequence[Matrix], ranks: Coordinates) -> list[list[Task]]:
-    """Rounds in which no rank of a mesh of this shape owns two matrices; owners are those who hold parts of theirs."""
+    """Plan rounds in which no rank of a mesh of this shape owns two matrices; every owner holds part of its matrix."""
     loads, counts = np.zeros(ranks), np.zeros(ranks, dtype=int)
     rounds: list[list[Task]] = []
     for matrix in sorted(matrices, key=lambda matrix: -matrix.work):
@@ -128,16 +128,16 @@ def share_out(matrices: Sequence[Matrix], ranks: Coordinates) -> list[list[Task]
 
 
 def _holders(matrix: Matrix, ranks: Coordinates) -> list[list[int]]:
-    """The coordinates of the ranks that hold a part of a matrix, along each dimension through the first of them."""
+    """For each mesh dimension, the coordinates of ranks that hold a part, on the line through the first such rank."""
     first = next(at for at in itertools.product(*map(range, ranks)) if matrix.place(at) is not None)
     lines = [[(*first[:d], at, *first[d + 1 :]) for at in range(size)] for d, size in enumerate(ranks)]
     return [[at[d] for at in line if matrix.place(at) is not None] for d, line in enumerate(lines)]
 
 
 class Leg(NamedTuple):
-    """An all-to-all over a dimension of the mesh: for each of its ranks what it is sent, and what comes from it.
+    """An all-to-all over a mesh dimension: what each of its ranks is sent, and what is received from it.
 
-    Each entry is a key before, a key after, and a size: copies for replicas have one key before.
+    Each entry is a key before, a key after, and a size; copies for replicas share one key before.
     """
 
     dimension: str
@@ -153,7 +153,7 @@ class Leg(NamedTuple):
 
 
 class MatrixExchange:
-    """The plan of one mesh's matrices, and the way of one rank through it. `mesh` is None for plain tensors."""
+    """The plan for one mesh's matrices, and one rank's part in it. `mesh` is None for plain tensors."""
 
     def __init__(self, matrices: Sequence[Matrix], mesh: DeviceMesh | None) -> None:
         self.ranks: Coordinates = () if mesh is None else tuple(mesh.shape)
@@ -172,7 +172,7 @@ class MatrixExchange:
         put: Callable[[Matrix, Coordinates, Tensor], None],
         dtype: torch.dtype,
     ) -> None:
-        """Bring what every rank takes of a matrix to its owner, change the whole there, and put the parts back."""
+        """`take` parts of each matrix on every rank, bring them to its owner to `change`, and `put` the parts back."""
         empty = torch.empty(0, dtype=dtype, device=self.device)
         for tasks, into, back in zip(self.rounds, self._in, self._back, strict=True):
             held = self._held(tasks, self.here, 0, back=False)
@@ -187,7 +187,7 @@ class MatrixExchange:
                 put(matrix, at, piece.view(_shape(matrix, at)))
 
     def _changed(self, tasks: list[Task], pieces: Pieces, change: Callable[[Tensor], Tensor], empty: Tensor) -> Pieces:
-        """The pieces of this rank's matrix, if it has one in this round, after the change of the whole."""
+        """Change this rank's matrix, if it has one in this round, and return its pieces."""
         if not pieces:
             return pieces
         ((number, matrix),) = {(number, tasks[number].matrix) for number, _ in pieces}
@@ -198,7 +198,7 @@ class MatrixExchange:
         return {(number, at): whole[matrix.place(at)].flatten() for _, at in pieces}
 
     def _leg(self, tasks: list[Task], dimension: int, back: bool) -> Leg | None:
-        """The exchange over a dimension, from this rank's side; None where none of its ranks has anything to send."""
+        """The exchange over a dimension, as this rank sees it; None if none of its ranks has anything to send."""
         here = self.here
         line = [(*here[:dimension], at, *here[dimension + 1 :]) for at in range(self.ranks[dimension])]
         moves = [list(self._moves(tasks, at, dimension, back)) for at in line]
@@ -211,7 +211,7 @@ class MatrixExchange:
     def _moves(
         self, tasks: list[Task], at: Coordinates, dimension: int, back: bool
     ) -> Iterator[tuple[int, tuple[Key, Key, int]]]:
-        """Where along a dimension the pieces go that a rank has before a leg."""
+        """Where along a dimension a rank sends each piece that it has before a leg."""
         for number, source in self._held(tasks, at, dimension + back, back):
             matrix, owner = tasks[number]
             rows, columns = _shape(matrix, source)
@@ -224,7 +224,7 @@ class MatrixExchange:
                 yield to, ((number, source), (number, after), rows * columns)
 
     def _held(self, tasks: list[Task], at: Coordinates, gathered: int, back: bool) -> list[Key]:
-        """The pieces that a rank has when the first dimensions are gathered; copies count once, the owner's."""
+        """The pieces that a rank has once the first dimensions are gathered; of copies, only the owner's counts."""
         found = []
         for number, (matrix, owner) in enumerate(tasks):
             copies = [] if back else [d for d in matrix.copied if d >= gathered]

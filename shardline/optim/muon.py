@@ -1,16 +1,16 @@
-"""Muon: the matrices of the blocks take orthogonal steps with momentum, everything else takes those of AdamW.
+"""Muon: the matrices of the blocks take orthogonal steps with momentum; everything else takes AdamW steps.
 
     b = momentum b + (1 - momentum) g      u = momentum b + (1 - momentum) g         Nesterov
     w = w - lr decay w - lr a O(u)         a = sqrt(max(1, rows / columns))          muon_adjust_lr = "original"
                                            a = 0.2 sqrt(max(rows, columns))          "match_rms_adamw"
 
-O(u) is close to the orthogonal matrix nearest to u: Newton-Schulz brings its singular values near 1. Formulas, defaults
-and coefficients are those of torch.optim.Muon, and so are the results, for logical matrices: wq, wk and wv, gate and
-up, and each expert's count as matrices of their own. O needs all of a matrix: matrices.py brings each to one rank.
-Momentum stays sharded as its parameter is. The gradients are overwritten with u.
+O(u) is close to the orthogonal matrix nearest to u: Newton-Schulz brings its singular values near 1. Formulas,
+defaults, coefficients and results are those of torch.optim.Muon, applied to logical matrices: wq, wk and wv, gate and
+up, and those of each expert are separate matrices. O needs a full matrix, so matrices.py brings each to one rank.
+Momentum is sharded like its parameter. The gradients are overwritten with u.
 
-On a GPU u travels, and O works, in bfloat16, as torch's does everywhere. On a CPU both are float32: rounding to
-bfloat16 would make a large difference of a small one between layouts, and CPUs are where layouts are compared.
+On a GPU, u is sent and O computed in bfloat16, which torch's Muon uses everywhere. On a CPU both use float32: rounding
+to bfloat16 would amplify small differences between layouts, and CPUs are where layouts are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardline.optim.narrow_adam import adam_state
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7
-TYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # of orthogonalisation
+TYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # for orthogonalisation
 ADJUSTMENTS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -36,11 +36,11 @@ ADJUSTMENTS = {
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
-    """(m, n) -> (m, n): x = a x + (b x xT + c (x xT)^2) x, some times; of a tall matrix, its transpose is x."""
+    """(m, n) -> (m, n): x = a x + (b x xT + c (x xT)^2) x, `steps` times; a tall matrix is transposed first."""
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=SMALLEST_NORM)  # no singular value is above 1
+    x = x / x.norm().clamp(min=SMALLEST_NORM)  # now no singular value is above 1
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -48,7 +48,7 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """`rest` is AdamW over all other parameters: it shares its groups and its state with this one."""
+    """`rest` is AdamW over all other parameters; it shares its groups and state with this optimizer."""
 
     def __init__(self, matrices: list[Matrix], options: dict[str, Any], rest: torch.optim.Adam | None) -> None:
         self.matrices, self.rest = matrices, rest
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
             exchange.run(_update_of, change, put, TYPES[exchange.device.type])
 
     def _plan(self, parameters: set[nn.Parameter]) -> list[MatrixExchange]:
-        """One exchange for each mesh; made again where other parameters have gradients than before."""
+        """Plan one exchange for each mesh; plan again if other parameters have gradients than before."""
         if self._planned[0] != parameters:
             by_mesh: dict[Any, list[Matrix]] = {}
             for matrix in self.matrices:

@@ -1,4 +1,4 @@
-"""Adam and AdamW whose moments are kept in bfloat16 or in 8 bits: 4 or 2 bytes per parameter instead of 8.
+"""Adam and AdamW with moments stored in bfloat16 or in 8 bits: 4 or 2 bytes per parameter instead of 8.
 
     narrow moments --widen--> float32 scratch --torch's own Adam--> float32 --round--> narrow moments
 
@@ -10,8 +10,8 @@ decay of `exp_avg_sq` for beta2 above 0.996, because each step then changes it b
 random bits depend only on the step and the position in a rank's shard of the parameter: replicas stay equal whatever
 else their ranks hold, and a resumed run repeats them.
 
-How 8 bits hold a moment, and when they are rounded at random, is in int8_moments.py. Norm weights and biases, a
-thousandth of a model, keep float32 then.
+int8_moments.py describes how 8 bits hold a moment, and when they are rounded stochastically. With 8 bits, norm weights
+and biases, a thousandth of a model, keep float32 moments.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch.optim.adamw import adamw
 from shardline.models.dtensor import local
 from shardline.optim.int8_moments import SCALES, Coded, block_of, codes_follow, int8_moment
 
-SCRATCH = {"cuda": 16 << 20, "cpu": 1 << 20}  # elements of each moment that are in float32 at a time
+SCRATCH = {"cuda": 16 << 20, "cpu": 1 << 20}  # elements of each moment that are widened to float32 at a time
 
 
 def adam_state(
     parameter: Tensor, dtype: torch.dtype | None = None, counts_on: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """What the first step of any Adam would make; a fused one of torch's counts steps on the parameter's device."""
+    """The state that the first step of any Adam would create; torch's fused Adam counts steps on the device."""
     return {
         "step": torch.zeros((), dtype=torch.float32, device=counts_on),
         "exp_avg": torch.zeros_like(parameter, dtype=dtype, requires_grad=False),
@@ -42,7 +42,7 @@ def adam_state(
 
 
 def int8_state(parameter: Tensor) -> dict[str, Tensor]:
-    """The state of `adam_state`, with codes in place of a matrix's moments, and the scales of their blocks."""
+    """The state of `adam_state`, with codes and block scales in place of a matrix's moments."""
     if parameter.ndim < 2:
         return adam_state(parameter)
     state = {"step": torch.zeros((), dtype=torch.float32)}
@@ -55,17 +55,17 @@ Moment = Tensor | Coded
 
 
 class Segment(NamedTuple):
-    """A flat piece of one parameter: views, except of a gradient that is not contiguous."""
+    """A flat piece of one parameter: views, except for a gradient that is not contiguous."""
 
     weight: Tensor
     gradient: Tensor
     first: Moment
     second: Moment
-    step: int  # finished steps
+    step: int  # number of finished steps
 
 
 class NarrowAdam(torch.optim.Optimizer):
-    """Takes parameter groups and options, kernel included, from one of torch's optimizers, which then goes unused."""
+    """Takes parameter groups, options and kernel from one of torch's optimizers, which is not used any further."""
 
     def __init__(self, pattern: torch.optim.Adam, dtype: torch.dtype) -> None:
         """`dtype` is bfloat16 or int8."""
@@ -74,7 +74,7 @@ class NarrowAdam(torch.optim.Optimizer):
         self.function: Any = adamw if isinstance(pattern, torch.optim.AdamW) else adam
         held = [local(parameter) for group in self.param_groups for parameter in group["params"]]
         self._longest = SCRATCH[held[0].device.type]
-        if held[0].device.type == "cpu":  # there the beginning of a sequence does not depend on its length
+        if held[0].device.type == "cpu":  # on a CPU, the start of a random sequence does not depend on its length
             self._longest = min(max(part.numel() for part in held), self._longest)
         self._noise: tuple[tuple[int, torch.device], Tensor] | None = None
 
@@ -135,10 +135,10 @@ class NarrowAdam(torch.optim.Optimizer):
             self._keep(moments, values, count, codes_follow(beta1, beta2))
 
     def _keep(self, moments: list[Any], values: list[Tensor], step: int, nearest: bool) -> None:
-        """Round float32 values, which may be changed, to what is kept; moments in float32 are their own values.
+        """Round float32 values, which may be overwritten, to the stored moments; float32 moments are already updated.
 
         bfloat16 is the upper half of float32: adding random bits to the lower half carries into the upper half with a
-        probability equal to its value.
+        probability proportional to the lower half's value.
         """
         if moments[0].dtype == torch.float32:
             return
@@ -164,7 +164,7 @@ class NarrowAdam(torch.optim.Optimizer):
 
 
 def _piece(parameter: nn.Parameter, state: dict[str, Tensor], kind: str, run: slice) -> Moment:
-    """Elements of this rank's shard of a moment, as a view; of codes whole rows."""
+    """A view of elements of this rank's shard of a moment; for codes, of whole rows."""
     held = local(state[kind])
     if kind + SCALES not in state:
         return held.view(-1)[run]
@@ -174,7 +174,7 @@ def _piece(parameter: nn.Parameter, state: dict[str, Tensor], kind: str, run: sl
 
 
 def keep_moment(parameter: nn.Parameter, state: dict[str, Tensor], kind: str, values: Tensor) -> None:
-    """Put values, float32 in the shape of this rank's shard, into codes: to the nearest, a few rows at a time."""
+    """Encode float32 values in the shape of this rank's shard, rounded to the nearest code, a few rows at a time."""
     width, flat = values.shape[-1], values.view(-1)
     length = max(1, SCRATCH[values.device.type] // max(1, width)) * width
     for start in range(0, len(flat), max(1, length)):
@@ -184,7 +184,7 @@ def keep_moment(parameter: nn.Parameter, state: dict[str, Tensor], kind: str, va
 
 
 def _widened(moments: list[Any]) -> list[Tensor]:
-    """Flat, in float32: copies of narrow moments, float32 ones themselves."""
+    """Flat float32 moments: copies of narrow ones, float32 ones themselves."""
     if moments[0].dtype == torch.float32:
         return moments
     if isinstance(moments[0], Coded):
@@ -197,7 +197,7 @@ def _widened(moments: list[Any]) -> list[Tensor]:
 
 
 def _fits(batch: list[Segment], segment: Segment) -> bool:
-    """Whether one call of Adam can take it too: it has one step count, device and type, and the scratch's size."""
+    """Whether the same call of Adam can include the segment: same step, device and type, and it fits the scratch."""
     length = sum(len(held.weight) for held in (*batch, segment))
     same = batch[0].step == segment.step and batch[0].weight.device == segment.weight.device
     same = same and batch[0].first.dtype == segment.first.dtype

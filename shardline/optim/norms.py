@@ -1,8 +1,8 @@
-"""Sums of squares in float32 that stay exact to a few parts in ten million, on a CPU as on a GPU.
+"""Sums of squares in float32 that are exact to a few parts in ten million, both on a CPU and on a GPU.
 
-On a GPU torch adds in the form of a tree. On a CPU its norms add one element after the other: once the sum is large,
-small squares round to nothing, and the norm of 16 million normal numbers is 7e-4 too small. There we take norms of
-short blocks, whose squares `sum` adds pairwise; this costs no more time than one norm of the whole.
+On a GPU, torch adds in a tree. On a CPU, its norms add one element after another: once the sum is large, small squares
+round to nothing, and the norm of 16 million normal numbers is 7e-4 too small. There we take norms of short blocks and
+let `sum` add their squares pairwise, which takes no more time than one norm of the whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 256  # elements that a CPU may add one after the other
+BLOCK = 256  # elements that a CPU may add one after another
 
 
 def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
@@ -28,7 +28,7 @@ def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _squared_sums_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
-    kinds: dict[torch.dtype | None, list[int]] = {}  # places of small tensors by type; under None those of large ones
+    kinds: dict[torch.dtype | None, list[int]] = {}  # indices of small tensors by type; of large ones under None
     for place, tensor in enumerate(tensors):
         kinds.setdefault(tensor.dtype if is_small(tensor) else None, []).append(place)
     found = []
@@ -42,7 +42,7 @@ def _squared_sums_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sums_of_each(tensors: list[Tensor]) -> Tensor:
-    """Those of large tensors, a launch each."""
+    """Squared sums of large tensors, one launch each."""
     from shardline.optim.kernels import BLOCK, PARTS, squares_kernel
 
     sums = torch.zeros(len(tensors), PARTS, device=tensors[0].device)
@@ -54,7 +54,7 @@ def _sums_of_each(tensors: list[Tensor]) -> Tensor:
 
 
 def _sums_of_many(tensors: list[Tensor]) -> Tensor:
-    """Those of small tensors of one type, in one launch."""
+    """Squared sums of small tensors of one type, in one launch."""
     from shardline.optim.kernels import BLOCK, SMALL_PARTS, many_squares_kernel
 
     device = tensors[0].device
@@ -67,7 +67,7 @@ def _sums_of_many(tensors: list[Tensor]) -> Tensor:
 
 
 def is_small(*tensors: Tensor) -> bool:
-    """Whether tensors of one size share a kernel's launch with others: it takes them by address, in wide reads."""
+    """Whether tensors of one size can share a kernel launch with others, which reads them by aligned address."""
     from shardline.optim.kernels import SMALL
 
     fit = all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
@@ -75,13 +75,13 @@ def is_small(*tensors: Tensor) -> bool:
 
 
 def address_table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """Rows of addresses and counts on the device; does not wait for it."""
+    """Copy rows of addresses and counts to the device, without waiting for it."""
     table = torch.tensor(rows, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def triton_type(dtype: torch.dtype) -> Any:
-    """Triton's name of a type that gradients have."""
+    """Triton's type for a gradient's dtype."""
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))

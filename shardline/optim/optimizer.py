@@ -34,7 +34,7 @@ from shardline.optim.narrow_adam import NarrowAdam
 log = logging.getLogger("shardline")
 
 BUILT_IN: dict[str, Callable[..., torch.optim.Adam]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
-# Both are passed: torch would choose one that is left out.
+# Both flags are passed, since torch would choose for one that is left out.
 IMPLEMENTATIONS = {
     "fused": {"fused": True, "foreach": False},
     "foreach": {"fused": False, "foreach": True},
@@ -46,7 +46,7 @@ NARROW = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # types of moments
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.name` names, built in or registered, over the parameters that are trained."""
+    """Build the optimizer that `optimizer.name` names, built in or registered, for all trained parameters."""
     optimizer = _build(config, model)
     if config.lr_scheduler.momentum_range is not None:
         for group in optimizer.param_groups:
@@ -66,7 +66,7 @@ def _build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         if not isinstance(built, torch.optim.Optimizer):
             kind = type(built).__name__
             raise ConfigError(
-                f"optimizer.name = {section.name!r}: its function gave {kind}, not a torch.optim.Optimizer"
+                f"optimizer.name = {section.name!r}: its function returned {kind}, not a torch.optim.Optimizer"
             )
         return built
     if section.name in LAYERWISE:
@@ -90,7 +90,7 @@ def _build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def scaled_lr(config: Config, global_batch_size: int) -> float:
-    """The peak learning rate: `optimizer.lr`, in proportion to the batch with `lr_scaling = "linear"`."""
+    """The peak learning rate: `optimizer.lr`, scaled in proportion to the batch if `lr_scaling = "linear"`."""
     section = config.optimizer
     if section.lr_scaling == "none":
         return section.lr
@@ -98,7 +98,7 @@ def scaled_lr(config: Config, global_batch_size: int) -> float:
 
 
 def parameter_groups(section: Section, model: nn.Module, decay_norms: bool) -> list[dict[str, Any]]:
-    """One group; two without `decay_norms`, where norm weights and biases get no weight decay."""
+    """One group; or, without `decay_norms`, two: norm weights and biases then get no weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError("the model has no parameter to train: every one is frozen")
@@ -116,7 +116,7 @@ def parameter_groups(section: Section, model: nn.Module, decay_norms: bool) -> l
 
 
 def _with_ratio(groups: list[dict[str, Any]], model: nn.Module, ratio: float) -> list[dict[str, Any]]:
-    """LoRA+: the matrices B, in groups of their own, learn `ratio` times as fast."""
+    """LoRA+: put the matrices B into groups of their own, with `ratio` times the learning rate."""
     faster = {p for name, p in model.named_parameters() if is_low_rank(name) and name.endswith(".b")}
     found = []
     for group in groups:
@@ -126,12 +126,12 @@ def _with_ratio(groups: list[dict[str, Any]], model: nn.Module, ratio: float) ->
 
 
 def plain_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Norm weights and biases; those of all experts of a layer are one tensor, which has more dimensions."""
+    """Norm weights and biases; the biases of a layer's experts form one tensor with more dimensions."""
     return {p for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith(".bias")}
 
 
 def _build_layerwise(section: Section, model: nn.Module) -> Lamb | Lars:
-    """LAMB or LARS: matrices take trust ratios and decay, norm weights and biases neither."""
+    """Build LAMB or LARS: matrices get trust ratios and decay, norm weights and biases neither."""
     plain = plain_parameters(model)
     groups = [{**group, "adapt": group["params"][0] not in plain} for group in parameter_groups(section, model, False)]
     parts = fused_parts(model)
@@ -155,7 +155,7 @@ def _build_adafactor(section: Section, model: nn.Module, groups: list[dict[str, 
 
 
 def _build_muon(section: Section, model: nn.Module) -> Muon:
-    """Muon for the matrices of blocks; AdamW, in groups as usual, for all other parameters."""
+    """Build Muon for the matrices of blocks, and AdamW with its usual groups for all other parameters."""
     matrices = matrices_of(model)
     own = {matrix.parameter for matrix in matrices}
     groups = parameter_groups(section, model, section.decay_norms)

@@ -1,4 +1,4 @@
-"""The state of an optimizer as named tensors: what a checkpoint saves, and what a loaded one fills."""
+"""The state of an optimizer as named tensors, which a checkpoint saves and a loaded checkpoint fills."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardline.optim.optimizer import BUILT_IN
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The live state tensors as "exp_avg.<parameter>", "exp_avg_sq.<parameter>", "step.<parameter>".
 
-    Adam's exist from the start (zeros); a registered optimizer's are those it has made so far. Moments in 8 bits are
+    Adam's exist from the start (zeros); a registered optimizer has those it has created so far. Moments in 8 bits are
     codes, with their scales in "exp_avg_scale.<parameter>".
     """
     tensors = {}
@@ -32,8 +32,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         for kind, value in _state_of(optimizer, parameter).items():
             if not isinstance(value, Tensor):
                 raise UserError(
-                    f"the optimizer keeps {kind!r} of {name} as a {type(value).__name__};"
-                    f" a checkpoint holds tensors: keep it as a 0-d tensor"
+                    f"the optimizer keeps {kind!r} of {name} as a {type(value).__name__}, but a checkpoint holds only"
+                    f" tensors: keep it as a 0-d tensor"
                 )
             tensors[f"{kind}.{name}"] = value
     return tensors
@@ -49,17 +49,17 @@ class SavedState(NamedTuple):
 def prepare_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, SavedState]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's state tensors, each to be filled, before the next is asked for, from saved ones of its name.
+    """Yield the optimizer's state tensors; the caller fills each from the saved one before asking for the next.
 
-    They have the dtype and the shards that state has here; a registered optimizer without state gets what was saved. In
-    place of codes, values in float32 are filled in, and then coded: `saved` has no scales, whatever was saved.
+    They have the dtype and sharding of this run; a registered optimizer without state gets those that were saved. 8-bit
+    moments are filled as float32 values and coded afterwards, so `saved` never has scales.
     """
     own = {key: state for key, state in optimizer_state(optimizer, model).items() if not _is_scales(key, optimizer)}
     parameters = _named(optimizer, model)
     _check_names(own, saved, parameters)
     for key, (shape, _) in saved.items():
         if key in own and tuple(own[key].shape) != shape:
-            raise UserError(f"optimizer state {key}: shape {shape} was saved, {tuple(own[key].shape)} is needed")
+            raise UserError(f"optimizer state {key}: shape {shape} was saved, but {tuple(own[key].shape)} is needed")
     for key, (shape, dtype) in saved.items():
         if key not in own:
             kind, name = key.split(".", 1)
@@ -91,19 +91,19 @@ def _is_scales(key: str, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_rows_of(kind: str, state: Tensor, parameter: Tensor) -> bool:
-    """Whether state is sharded and fused as its parameter is: it has the same shape, or numbers of its rows."""
+    """Whether state is sharded and fused like its parameter: it has the same shape, or numbers for each row."""
     of_rows = (kind.endswith(SCALES) or kind == ROWS) and parameter.ndim > 1
     return state.shape == parameter.shape or (of_rows and state.shape[:-1] == parameter.shape[:-1])
 
 
 def has_columns_of(kind: str, state: Tensor, parameter: Tensor) -> bool:
-    """Whether state has one row for each matrix of its parameter, or for each that is fused in it."""
+    """Whether state has one row for each matrix of its parameter, or for each matrix fused in it."""
     alike = state.ndim == parameter.ndim > 1 and state.shape[:-2] == parameter.shape[:-2]
     return kind == COLUMNS and alike and state.shape[-1] == parameter.shape[-1]
 
 
 def _check_names(own: Mapping[str, Tensor], given: Collection[str], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse state that is missing or of another model; a registered optimizer that has not stepped takes any kind."""
+    """Refuse missing state and state of another model; a registered optimizer that has not stepped accepts any kind."""
     missing = [key for key in own if key not in given]
     kinds = {key.split(".", 1)[0] for key in own}
     unexpected = []
@@ -117,7 +117,7 @@ def _check_names(own: Mapping[str, Tensor], given: Collection[str], parameters: 
 
 
 def _named(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by their name in the model."""
+    """The optimizer's parameters by their names in the model."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {names[parameter]: parameter for parameter in parameters}

@@ -1,4 +1,4 @@
-"""Chapters of `shardline explain`: mesh, shards, the life of a token, schedule, traffic, memory and config."""
+"""The chapters of `shardline explain`: mesh, shards, the life of a token, schedule, traffic, memory and config."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from shardline.tools.stage_costs import StagedModel
 from shardline.training.memory_need import MemoryNeed
 from shardline.words import listed, ranges, sized
 
-MOST_PIECES = 64  # of one matrix in a picture
-MOST_PASSES = 4000  # of a schedule in a picture; `shardline schedule` draws longer ones
+MOST_PIECES = 64  # drawn of one matrix
+MOST_PASSES = 4000  # in a drawn schedule; `shardline schedule` draws longer ones
 MOST_DRAWN_RANKS = 16  # in the terminal's map of a mesh
 AXIS_WORDS = {
     "pp": "each rank has some layers; micro-batches pass from stage to stage",
-    "dp_replicate": "copies of the model read different samples; gradients are summed",
+    "dp_replicate": "replicas of the model read different samples; gradients are summed",
     "dp_shard": "ranks read different samples, and each stores a part of every weight (FSDP)",
     "cp": "ranks share each sequence",
-    "tp": "ranks share the heads and the wide middle of each layer",
-    "ep": "ranks hold different experts; tokens travel to them",
+    "tp": "ranks share the heads and the hidden columns of each layer",
+    "ep": "ranks hold different experts; tokens are sent to them",
     "etp": "ranks share the matrices of each expert",
     "expert_shard": "each rank stores a part of its experts' weights (FSDP)",
 }
 # (axis, kind of collective) -> what it is for
 SENT_FOR = {
-    ("tp", "all-gather"): "tokens, or their gradients, come together before a product",
-    ("tp", "reduce-scatter"): "summands of a product are added, tokens shared out again",
+    ("tp", "all-gather"): "tokens, or their gradients, are gathered before a product",
+    ("tp", "reduce-scatter"): "partial sums of a product are added, and tokens are scattered again",
     ("tp", "all-reduce"): "sums over the ranks that share a product: activations, the loss, gradients of norms",
     ("cp", "all-gather"): "keys and values of the other slices",
-    ("cp", "all-to-all"): "gradients of keys and values go to their owners; with ulysses, heads for tokens",
-    ("cp", "ring"): "keys, values and their gradients go round",
-    ("ep", "all-to-all"): "rows of tokens travel to their experts and back",
+    ("cp", "all-to-all"): "gradients of keys and values go to their owners; ulysses exchanges heads for tokens",
+    ("cp", "ring"): "keys, values and their gradients are passed around the ring",
+    ("ep", "all-to-all"): "tokens are sent to their experts and back",
     ("ep", "all-gather"): "how many rows each expert gets from each rank",
-    ("dp_shard", "all-gather"): "weights of a block come together before it runs",
+    ("dp_shard", "all-gather"): "weights of a block are gathered before it runs",
     ("dp_shard", "reduce-scatter"): "gradients are summed; each rank keeps its shard",
-    ("expert_shard", "all-gather"): "weights of experts come together before they run",
+    ("expert_shard", "all-gather"): "weights of experts are gathered before they run",
     ("expert_shard", "reduce-scatter"): "gradients of experts are summed; each rank keeps its shard",
     ("dp_replicate", "all-reduce"): "gradients are summed between replicas",
     ("pp", "send"): "activations to the next stage, gradients back",
@@ -60,16 +60,16 @@ SENT_FOR = {
     ("loss", "all-reduce"): "the number of targets in the batch",
 }
 MEMORY_FOR = {
-    "weights": "what a rank stores of the model",
-    "optimizer state": "what the optimizer remembers of each weight",
-    "gradients": "what backward finds for each trained weight",
-    "activations": "what forward keeps for backward, weights in the compute type included; an estimate",
+    "weights": "the part of the model that a rank stores",
+    "optimizer state": "what the optimizer keeps for each weight",
+    "gradients": "what backward computes for each trained weight",
+    "activations": "what forward saves for backward, including weights in the compute type; an estimate",
 }
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """One subject. Columns are (name, kind of value: text, whole, bytes or share); `drawing` is for terminals."""
+    """One chapter. Columns are (name, kind of value: text, whole, bytes or share); `drawing` is for terminals."""
 
     key: str
     title: str
@@ -82,7 +82,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Subject:
-    """A config with all that follows from it. `stages`: the first rank of each pipeline position, as it is built."""
+    """A config and everything derived from it. `stages`: the first rank of each pipeline position, as it is built."""
 
     config: Config
     arch: Architecture
@@ -100,7 +100,7 @@ class Subject:
 
 
 def chapters(subject: Subject, width: int) -> list[Chapter]:
-    """All of it; `width` are the columns of a drawing for terminals."""
+    """All chapters; `width` is the number of columns for terminal drawings."""
     found = [mesh_chapter(subject), shards_chapter(subject), life_chapter(subject), schedule_chapter(subject, width)]
     return [*found, sent_chapter(subject), memory_chapter(subject), config_chapter(subject)]
 
@@ -123,11 +123,11 @@ def mesh_chapter(subject: Subject) -> Chapter:
         for place, built in enumerate(subject.stages)
         for rank in stage_ranks(layout, place)
     }
-    words = f"{layout.world_size} ranks stand in a grid: {layout}. Ranks that differ only on one axis are a group."
+    words = f"{layout.world_size} ranks form a grid: {layout}. Ranks that differ only on one axis are a group."
     return Chapter(
         "mesh",
         "The mesh",
-        [words, "Ranks of the last axis are neighbours. Bytes are what rank 0 sends over an axis in a step."],
+        [words, "Ranks on the last axis are neighbours. Bytes are what rank 0 sends over an axis in a step."],
         [("axis", "text"), ("ranks", "whole"), ("first group", "text"), ("sent", "bytes"), ("what it is for", "text")],
         [[*row[:3], sent.get(row[0], 0), row[3]] for row in rows],
         {"kind": "mesh", **mesh_data(layout, holds, dict.fromkeys(stage_ranks(layout, 0), sent))},
@@ -166,7 +166,7 @@ def shards_chapter(subject: Subject) -> Chapter:
         ]
         for name, (built, kind) in seen.items()
     ]
-    words = ["Parameters that differ only in their layer are one line. A shard is what one rank stores."]
+    words = ["Parameters that differ only in their layer share a line. A shard is what one rank stores."]
     if subject.layout.pp > 1:
         held = [f"rank {built.rank}: {built.layers}, {built.elements:,} parameters" for built in subject.stages]
         words.append(f"Each pipeline position has its own layers: {listed(held, 8, '; ')}.")
@@ -180,7 +180,7 @@ def _times(shape: Sequence[int]) -> str:
 
 
 def _matrix(layout: Layout, built: Built, kind: ParameterKind) -> dict[str, Any]:
-    """The pieces of one parameter, each with the ranks that hold it, as far as a picture can show them."""
+    """The pieces of one parameter, each with the ranks that hold it, as many as a picture can show."""
     pieces: dict[tuple[range, ...], list[int]] = {}
     for rank in stage_ranks(layout, layout.coordinates(built.rank)["pp"]):
         pieces.setdefault(kind.region(layout, coordinates_of(layout, rank)), []).append(rank)
@@ -214,7 +214,7 @@ def schedule_chapter(subject: Subject, width: int) -> Chapter:
     config, layout = subject.config, subject.layout
     count = micro_batches_of(config, layout)
     if layout.pp == 1:
-        several = f"{count} micro-batches, one after the other" if count > 1 else "one micro-batch"
+        several = f"{count} micro-batches, one after another" if count > 1 else "one micro-batch"
         one = f"Each rank runs forward and backward of {several}, and then the update."
         return Chapter("schedule", "The schedule", [one])
     model = StagedModel(config, subject.arch, layout, count_microbatches(config))
@@ -258,25 +258,25 @@ def sent_chapter(subject: Subject) -> Chapter:
     name = "What is sent when"
     if subject.layout.world_size == 1:
         return Chapter("sent", name, ["Nothing is sent."])
-    if not any(axis == "world" for axis, *_ in subject.sent):  # with which every step ends
-        return Chapter("sent", name, ["Not known: the model's code reads values, which a plan does not have."])
+    if not any(axis == "world" for axis, *_ in subject.sent):  # every step ends with a collective over "world"
+        return Chapter("sent", name, ["Unknown: the model's code reads tensor values, which a plan does not have."])
     found = sorted(subject.sent.items(), key=lambda item: (PHASES.index(item[0][2]), -item[1]["bytes"]))
     rows = [
         [phase, axis, kind, numbers["calls"], numbers["bytes"], SENT_FOR.get((axis, kind), "")]
         for (axis, kind, phase), numbers in found
     ]
     total = sum(subject.sent_by_axis.values())
-    words = f"Rank 0 sends {sized(total)} in a step, as a ring sends it; this is counted, not measured."
+    words = f"Rank 0 sends {sized(total)} in a step, assuming ring collectives; this is computed, not measured."
     columns = [("when", "text"), ("axis", "text"), ("what", "text"), ("times", "whole"), ("bytes", "bytes")]
     return Chapter("sent", name, [words], [*columns, ("for", "text")], rows, {"kind": "sent"})
 
 
 def memory_chapter(subject: Subject) -> Chapter:
-    """A row for each pipeline position, whose ranks need the same."""
+    """A row for each pipeline position; all its ranks need the same."""
     rows = [[built.rank, built.layers, *_purposes(built.need).values(), built.need.peak] for built in subject.stages]
     fullest = "; gradients and activations are those of the fullest rank" if subject.layout.pp > 1 else ""
     words = [f"{name}: {what}." for name, what in MEMORY_FOR.items()]
-    words.append(f"at once: all of them on a GPU, when a step is at its fullest{fullest}.")
+    words.append(f"at once: all of them on a GPU, at the peak of a step{fullest}.")
     columns = [("rank", "whole"), ("layers", "text"), *((name, "bytes") for name in (*MEMORY_FOR, "at once"))]
     picture = {"kind": "memory", "purposes": list(MEMORY_FOR), "ranks": [row[0] for row in rows]}
     return Chapter("memory", "What memory is for", words, columns, rows, picture)

@@ -10,7 +10,7 @@ from shardline.words import counted, sized
 
 
 def events(run: RunFiles) -> list[dict[str, Any]]:
-    """Starts, ends, saves, validations, faults and warnings, in the order of time."""
+    """Starts, ends, saves, validations, faults and warnings, ordered by time."""
     found = [event for rank, rows in run.ranks.items() for event in _rank_events(rank, rows.starts, rows.events)]
     for row in run.restarts:
         took = f"; training again after {row['seconds']:.1f} s" if row.get("seconds") is not None else ""
@@ -39,9 +39,9 @@ EVENT_WORDS: dict[str, Callable[[Row], str]] = {
 
 
 def _rank_events(rank: int, starts: Sequence[Row], rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """The notable lines of a rank's log; ranks other than 0 give only warnings and errors."""
+    """The notable lines of a rank's log; for ranks other than 0, only warnings and errors."""
     for number, row in enumerate(starts if rank == 0 else ()):
-        what = "the run begins" if number == 0 else f"goes on after step {row['step']}"
+        what = "the run starts" if number == 0 else f"continues after step {row['step']}"
         yield _event(row["time"], "start", f"{what}, {counted(row['world_size'], 'rank')}", row["step"])
     for row in rows:
         kind = row["event"]

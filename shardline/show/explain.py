@@ -32,7 +32,7 @@ from shardline.words import counted
 
 def command(config: Config, html: bool, out: str | None, world_size: int | None) -> int:
     if out is not None and not html:
-        raise UserError("shardline explain: --out is the file of --html; give both")
+        raise UserError("shardline explain: --out names the file of --html; pass both")
     subject = read_subject(config, world_size)
     name = f"{model_label(config.model)} on {counted(subject.layout.world_size, 'rank')}"
     if html:
@@ -45,7 +45,7 @@ def command(config: Config, html: bool, out: str | None, world_size: int | None)
 
 
 def read_subject(config: Config, world_size: int | None) -> Subject:
-    """`world_size = None` takes as many ranks as the degrees need."""
+    """Derive everything from a config; with `world_size = None`, for as many ranks as the degrees need."""
     registry.import_custom(config.experimental.custom_import)
     refuse_pending(config)
     layout = checked_layout(config, world_size or fewest_ranks(config.parallelism))
@@ -59,7 +59,7 @@ def read_subject(config: Config, world_size: int | None) -> Subject:
 
 
 def _planned(config: Config, arch: Architecture, layout: Layout) -> Memory | None:
-    """What the fullest rank will need on a GPU; None where a block of the model cannot be traced."""
+    """What the fullest rank will need on a GPU; None if a block of the model cannot be traced."""
     if arch.foreign is not None:
         return None
     return peak_memory(workload_of(config, arch, layout), kept_by(config, arch))

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from shardline.show.chapters import Chapter
 from shardline.words import TableRows, sized, table_lines, wrapped
 
-NARROWEST = 24  # the last column of a table that is wider than the terminal
+NARROWEST = 24  # least width of the last column, if a table is wider than the terminal
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "whole": lambda value: f"{value:,}",
@@ -48,7 +48,7 @@ def life_lines(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
 
 
 def text_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]], width: int) -> Iterator[str]:
-    """Aligned columns, numbers at the right; the last one is wrapped where the line is too long."""
+    """Format aligned columns, numbers at the right; the last column is wrapped if the line is too long."""
     kinds = [kind for _, kind in columns]
     cells = [[name for name, _ in columns], *([*map(cell_text, row, kinds)] for row in rows)]
     widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]

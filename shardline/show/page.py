@@ -1,4 +1,4 @@
-"""One HTML file of everything a page needs: styles, scripts and data, so that it opens from disk without a network."""
+"""Renders a page as one HTML file with its styles, scripts and data, which opens from disk without a network."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def render(kind: str, title: str, data: dict[str, Any]) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page and say where it is."""
+    """Write a page and print where it is."""
     if path.is_dir():
-        raise UserError(f"--out {path}: is a folder; name a file in it")
+        raise UserError(f"--out {path}: is a folder; name a file")
     write_atomically(path, text)
     print(f"wrote {path}, {sized(len(text.encode()))}: open it in a browser")
 
 
 def to_json(data: Any) -> str:
-    """JSON that may stand inside of a script element: no value can end it."""
+    """JSON that is safe inside a script element: no value can end the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

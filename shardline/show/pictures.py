@@ -1,4 +1,4 @@
-"""Data of the drawings: the pipeline as it ran beside the ideal one, the mesh with its traffic, the load of experts."""
+"""Data for the drawings: the pipeline as it ran and the ideal one, the mesh with its traffic, the load of experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Walks = list[list[TimedAction]]  # for each pipeline rank
 
 
 def pipeline_picture(run: RunFiles) -> dict[str, Any] | None:
-    """The newest step whose actions every rank of the first pipeline has written, and the schedule without friction."""
+    """The newest step whose actions every rank of the first pipeline has written, next to the ideal schedule."""
     layout = run.layout
     if layout is None or layout.pp == 1:
         return None
@@ -54,9 +54,9 @@ def parse_action(text: str) -> Action:
 
 
 def aligned(walks: Walks) -> Walks:
-    """The same actions from 0 on, with ranks moved so that no action begins before its input was made.
+    """The same actions starting at 0, with ranks shifted so that no action begins before its input exists.
 
-    Clocks of different hosts differ; what is sent between them shows by how much at least.
+    Clocks of different hosts differ; messages between them show by how much at least.
     """
     made = {timed.action: (place, timed.end) for place, walk in enumerate(walks) for timed in walk}
     stages = 1 + max(action.stage for action in made)
@@ -80,7 +80,7 @@ def total_of(walks: Walks) -> float:
 
 
 def ideal_timeline(walks: Walks) -> Timeline:
-    """The same orders if every action of a kind took its mean time, and messages none."""
+    """The same orders if every action took the mean time of its kind, and messages took no time."""
     seconds: dict[str, list[float]] = {}
     for timed in (timed for walk in walks for timed in walk):
         seconds.setdefault(timed.action.kind, []).append(timed.end - timed.start)
@@ -93,7 +93,7 @@ def ideal_timeline(walks: Walks) -> Timeline:
 
 
 def timeline_rows(timeline: Timeline) -> list[list[list[Any]]]:
-    """For each rank [kind, stage, micro-batch, start, end]."""
+    """For each rank, its actions as [kind, stage, micro-batch, start, end]."""
     return [[[*action, round(start, 6), round(end, 6)] for action, start, end in row] for row in timeline.spans]
 
 
@@ -101,7 +101,7 @@ def timeline_rows(timeline: Timeline) -> list[list[list[Any]]]:
 
 
 def groups_of(layout: Layout, axis: str) -> list[list[int]]:
-    """The ranks that talk over an axis, group by group."""
+    """The ranks that communicate over an axis, group by group."""
     found: dict[tuple[int, ...], list[int]] = {}
     inside = layout.world_size // (layout.pp * layout.dp_replicate)
     for rank in range(layout.world_size):
@@ -118,7 +118,7 @@ def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
 
 
 def mesh_picture(run: RunFiles) -> dict[str, Any] | None:
-    """Ranks with their places, what they hold, and what each sends over each axis in the last logged step."""
+    """Ranks with their coordinates, what they hold, and what each sends over each axis in the last logged step."""
     layout = run.layout
     if layout is None or layout.world_size == 1:
         return None
@@ -132,7 +132,7 @@ def mesh_picture(run: RunFiles) -> dict[str, Any] | None:
 
 
 def mesh_data(layout: Layout, holds: Mapping[int, str], sent: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
-    """What the drawing of a mesh needs; `sent` are bytes of each rank in a step by axis."""
+    """The data for drawing a mesh; `sent` has the bytes that each rank sends in a step, by axis."""
     ranks = [
         {"rank": rank, "at": layout.coordinates(rank), "holds": holds.get(rank, ""), "sent": dict(sent.get(rank, {}))}
         for rank in range(layout.world_size)
@@ -153,7 +153,7 @@ def held_words(row: Row) -> str:
 
 
 def expert_picture(run: RunFiles, most_steps: int) -> dict[str, Any] | None:
-    """Load by layer over the steps (most used expert over the mean), and the tokens of each expert at some steps."""
+    """Load by layer over the steps (most used expert relative to the mean), and each expert's tokens at some steps."""
     rows = {row["step"]: row["expert_load_layers"] for row in run.rows if row.get("expert_load_layers")}
     if not rows:
         return None

@@ -1,4 +1,4 @@
-"""`shardline report`: one HTML file with the pictures of up to five runs, beside each other."""
+"""`shardline report`: one HTML file with the charts of up to five runs, side by side."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shardline.show.step_parts import AXES, PartTimes, present_ranks, rank_paces
 from shardline.words import counted, ranges, sized
 
 MOST_RUNS = 5
-MOST_ROWS = 2000  # of metrics in a chart; a longer run keeps the highest and lowest losses of what is left out
-MOST_STEPS, MOST_RANKS = 300, 64  # of charts by rank
+MOST_ROWS = 2000  # of metrics in a chart; longer runs are thinned, keeping the highest and lowest losses
+MOST_STEPS, MOST_RANKS = 300, 64  # in charts by rank
 MOST_EVENTS = 400
-ALIVE = 60.0  # seconds; a run that wrote nothing for longer, and for longer than ten steps, is not taken for alive
+ALIVE = 60.0  # seconds; a run that wrote nothing for longer than this and than ten steps counts as lost
 SERIES = (
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "step_seconds"),
     *("reward_margin", "reward_accuracy"),
@@ -35,7 +35,7 @@ def command(runs: list[str], out: str | None, watch: bool, port: int) -> int:
     check_runs(folders)
     if watch:
         if out is not None:
-            raise UserError("shardline report: --watch serves the page and --out writes it: give one of them")
+            raise UserError("shardline report: --watch serves the page and --out writes it: pass only one of them")
         from shardline.show.serve import serve
 
         return serve(folders, port)
@@ -67,7 +67,7 @@ def _title(data: dict[str, Any]) -> str:
 
 
 def report_data(folders: Sequence[Path], watch: bool = False) -> dict[str, Any]:
-    """Everything that the page draws."""
+    """The data of everything that the page draws."""
     now, runs, data = time.time(), [], []
     for folder, name in zip(folders, run_names(folders), strict=True):
         with as_runs_write(folder):
@@ -78,7 +78,7 @@ def report_data(folders: Sequence[Path], watch: bool = False) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_runs_write(folder: Path) -> Iterator[None]:
-    """Files in a run's folder may be anybody's: those that no run has written so are a UserError."""
+    """Raise a UserError for files that no run writes this way: anyone may have put them into the folder."""
     try:
         yield
     except OSError as error:
@@ -89,7 +89,7 @@ def as_runs_write(folder: Path) -> Iterator[None]:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """Names of folders, or as much of their paths as tells them apart."""
+    """The names of folders, or as much of their paths as distinguishes them."""
     paths = [folder.resolve() for folder in folders]
     parts = next(
         number
@@ -129,7 +129,7 @@ def run_data(run: RunFiles, name: str) -> dict[str, Any]:
 
 
 def state(run: RunFiles) -> dict[str, Any]:
-    """How the run stands, in a word and a sentence."""
+    """The state of the run, as a word and a sentence."""
     last = run.rows[-1]["step"] if run.rows else 0
     total = run.last_start.get("last_step") or int(run.config.get("training.steps", 0))
     found = {"step": last, "last_step": total}
@@ -171,7 +171,7 @@ def facts(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def numbers(run: RunFiles) -> dict[str, float | int | None]:
-    """The numbers at the head of the page; speeds leave out the first row, with all that happens once."""
+    """The numbers at the head of the page; speeds leave out the first row, which includes one-time costs."""
     rows, later = run.rows, run.rows[1:] or run.rows
     best = min((row["validation_loss"] for row in run.validation if row["validation_loss"] is not None), default=None)
     begun = run.first_start.get("time")
@@ -196,7 +196,7 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
 
 
 def series(run: RunFiles) -> dict[str, list[Any]]:
-    """Columns of the logged steps, with the time of each where rank 0 has written it."""
+    """Columns of the logged steps, with the time of each if rank 0 has written it."""
     kept = [run.rows[place] for place in thinned([row["loss"] for row in run.rows], MOST_ROWS)]
     found = {key: values for key, values in columns(kept, SERIES).items() if any(one is not None for one in values)}
     steps = run.ranks[0].steps if 0 in run.ranks else {}
@@ -216,7 +216,7 @@ def _number(value: Any, key: str) -> float | None:
 
 
 def thinned(values: Sequence[float | None], most: int) -> list[int]:
-    """The places to keep: all, or of each of `most / 2` stretches the highest and the lowest value."""
+    """The indices to keep: all, or those of the highest and the lowest value in each of `most / 2` stretches."""
     if len(values) <= most:
         return list(range(len(values)))
     kept, stretches = {0, len(values) - 1}, max(most // 2, 1)
@@ -228,7 +228,7 @@ def thinned(values: Sequence[float | None], most: int) -> list[int]:
 
 
 def memory(run: RunFiles) -> dict[str, Any] | None:
-    """Peak and present memory of each rank at the steps that all of them have written."""
+    """Peak and current memory of each rank, at the steps that all of them have written."""
     ranks = spread(present_ranks(run), MOST_RANKS)
     common = set.intersection(*(set(run.ranks[rank].steps) for rank in ranks)) if ranks else set()
     if not common:
@@ -240,7 +240,7 @@ def memory(run: RunFiles) -> dict[str, Any] | None:
 
 
 def parts(times: PartTimes) -> dict[str, Any]:
-    """Where steps go: over time, as the mean of all ranks, and by rank, as the median of all steps."""
+    """Where the time of steps goes: over time, as the mean of all ranks, and by rank, as the median of all steps."""
     return {
         "names": times.names,
         "step": times.steps,
@@ -272,7 +272,7 @@ def paces(run: RunFiles, times: PartTimes | None) -> list[dict[str, Any]]:
 
 
 def engaged_rows(found: Row) -> list[tuple[str, str, str]]:
-    """What the first step did on rank 0, and on which ranks it was something else."""
+    """What the first step did on rank 0, and on which ranks it did something else."""
     others: Row = found.get("other_ranks", {})
     rows = []
     for key, value in found.items():
@@ -293,7 +293,7 @@ def _engaged_words(key: str, value: Any) -> str:
 
 
 def missing(run: RunFiles) -> Iterator[tuple[str, str, str]]:
-    """What the page cannot show of a run: what, why, and how to get it."""
+    """What the page cannot show for a run, why, and how to get it."""
     if not run.rows:
         yield "all curves", "metrics.jsonl has no row yet", "wait for the first logged step"
     if 0 not in run.ranks:
@@ -307,7 +307,7 @@ def missing(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         why = f"{counted(len(absent), 'rank')} wrote no log/telemetry-N.jsonl into this folder"
         yield "charts of all ranks", why, "let all machines share the run's folder, or copy their log/ here"
     if run.rows and all(row.get("mfu") is None for row in run.rows):
-        yield "MFU", "the peak speed of this device is not known", "it is known of GPUs in bfloat16 and float16"
+        yield "MFU", "the peak speed of this device is unknown", "it is known for GPUs in bfloat16 and float16"
     if not run.validation:
         yield "validation loss", "the run has no validation", "--validation.enable"
     if run.rows and not run.engaged:
@@ -319,18 +319,18 @@ def missing(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     if layout is not None and layout.pp > 1 and pipeline_picture(run) is None:
         yield "pipeline", "no rank has written the times of its actions yet", "wait for the first logged step"
     elif layout is None or layout.pp == 1:
-        yield "pipeline", "the model is not cut into stages", "--parallelism.pipeline_parallel_degree=N"
+        yield "pipeline", "the model is not split into stages", "--parallelism.pipeline_parallel_degree=N"
     if run.rows and "expert_load_layers" not in run.rows[-1]:
-        yield "expert load", "the model has no experts", "--preset moe-demo shows one that has"
+        yield "expert load", "the model has no experts", "--preset moe-demo has some"
     if not run.checkpoints and run.config.get("checkpoint.enable") != "true":
-        yield "checkpoints", "the run saves none", "--checkpoint.enable"
+        yield "checkpoints", "the run saves no checkpoints", "--checkpoint.enable"
 
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
 
 def config_rows(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Every key with its default and its value in each run; None: not set there."""
+    """Every key with its default and its value in each run; None: not set."""
     defaults = dict(shown(Config()))
     keys = dict.fromkeys([*defaults, *(key for run in runs for key in run.config)])
     sections = list(dict.fromkeys(key.partition(".")[0] for key in keys))

@@ -1,4 +1,4 @@
-"""Reads the folder of a run, finished or under way: metrics, what each rank wrote of itself, restarts, checkpoints."""
+"""Reads the folder of a run, finished or under way: metrics, the log of each rank, restarts, checkpoints."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankRows:
-    """What one rank wrote. Of a step that was trained again, only the last time is here."""
+    """What one rank wrote. For a step that was trained again, only the last time is kept."""
 
     starts: list[Row]
     steps: dict[int, Row]
     details: dict[int, Row]
-    events: list[Row]  # everything else, in the order of time
+    events: list[Row]  # everything else, ordered by time
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class RunFiles:
     before_resume: list[Row] = field(default_factory=list)  # steps that were trained again later
     ranks: dict[int, RankRows] = field(default_factory=dict)
     restarts: list[Row] = field(default_factory=list)
-    checkpoints: list[Row] = field(default_factory=list)  # those that are there now: step, kind, bytes, time
+    checkpoints: list[Row] = field(default_factory=list)  # those that exist now: step, kind, bytes, time
     engaged: Row = field(default_factory=dict)  # what the first step did
     read_at: float = 0.0
 
     @property
     def first_start(self) -> Row:
-        """How rank 0 began; empty where the run has no such file."""
+        """The first start of rank 0; empty if the run has no such file."""
         return self._starts[0] if self._starts else {}
 
     @property
@@ -55,7 +55,7 @@ class RunFiles:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout of the last start; None where it is not known."""
+        """The layout of the last start; None if it is unknown."""
         known = self.last_start.get("layout")
         return None if known is None else Layout(**known)
 
@@ -65,9 +65,9 @@ class RunFiles:
 
 
 def read_run(path: Path, now: float) -> RunFiles:
-    """Read all of a run; a folder that holds none is a UserError."""
+    """Read everything about a run; raises UserError if the folder holds none."""
     if not path.is_dir():
-        raise UserError(f"{path} is no folder: give the folder of a run, such as outputs/run")
+        raise UserError(f"{path} is not a folder: name the folder of a run, such as outputs/run")
     if not (path / "metrics.jsonl").exists() and not (path / "config.toml").exists():
         raise UserError(f"{path} holds no run: it has neither metrics.jsonl nor config.toml")
     rows = list(json_lines(path / "metrics.jsonl"))
@@ -88,7 +88,7 @@ def read_run(path: Path, now: float) -> RunFiles:
 
 
 def json_lines(path: Path) -> Iterator[Row]:
-    """The objects of a file; lines that are no objects, as a crash may leave at its end, are left out."""
+    """The JSON objects in a file; other lines, such as a crash may leave at the end, are skipped."""
     if path.exists():
         yield from filter(None, map(parsed, read_plain(path).splitlines()))
 
@@ -98,7 +98,7 @@ def read_object(path: Path) -> Row:
 
 
 def parsed(text: str) -> Row:
-    """The object that a text holds, or an empty one. NaN and infinities are None: JSON on a page has neither."""
+    """The JSON object in a text, or an empty one. NaN and infinities become None: JSON on a page has neither."""
     try:
         row = parse_json(text)
     except ValueError:
@@ -115,7 +115,7 @@ def _finite(value: Any) -> Any:
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Rows by step, each step once: the last row of a step counts."""
+    """Rows ordered by step, each step once: the last row of a step counts."""
     found = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
     return [found[step] for step in sorted(found)]
 
@@ -130,7 +130,7 @@ def read_ranks(folder: Path) -> Iterator[tuple[int, RankRows]]:
 
 
 def sorted_rows(rows: Iterable[Row]) -> RankRows:
-    """Rows by kind. A start after a step forgets what was written of later steps: they are trained again."""
+    """Rows by kind. A start after some step drops what was written for later steps: they are trained again."""
     found = RankRows([], {}, {}, [])
     for row in rows:
         event, step = row.get("event"), row.get("step", 0)
@@ -150,7 +150,7 @@ def sorted_rows(rows: Iterable[Row]) -> RankRows:
 
 
 def read_checkpoints(folder: Path) -> Iterator[Row]:
-    """Checkpoints that are there, by their manifests, whose bytes are not verified here."""
+    """The existing checkpoints, from their manifests; their bytes are not verified here."""
     for path in folder.glob("step-*/manifest.json"):
         try:
             manifest = parse_json(read_plain(path))
@@ -161,7 +161,7 @@ def read_checkpoints(folder: Path) -> Iterator[Row]:
 
 
 def read_config(path: Path) -> dict[str, str]:
-    """Every key of a run's config.toml, as it stands there: the version that wrote it may have known other keys."""
+    """Every key of a run's config.toml as written: the version that wrote it may have had other keys."""
     try:
         return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8")), ""))
     except (OSError, ValueError):

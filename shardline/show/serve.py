@@ -1,4 +1,4 @@
-"""`shardline report --watch`: the page on this machine alone, and its data again and again while a run goes on."""
+"""`shardline report --watch`: serves the page, only on this machine, and updates its data while a run goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardline.show.page import to_json
 from shardline.show.report import report_data, watched_page
 
 ADDRESS = "127.0.0.1"
-NAMES = ("localhost", ADDRESS)  # under which a browser may ask: a page of another site cannot read this one
+NAMES = ("localhost", ADDRESS)  # host names in allowed requests: a page of another site cannot read this one
 
 
 class WatchServer(ThreadingHTTPServer):
@@ -23,7 +23,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 class WatchHandler(BaseHTTPRequestHandler):
-    """`/` is the page, `/data.json` what it draws; a browser that has the same data gets no second copy."""
+    """`/` is the page, `/data.json` its data; a browser that already has the same data gets no second copy."""
 
     def __init__(self, folders: Sequence[Path], *arguments: Any) -> None:
         self.folders = folders
@@ -42,11 +42,11 @@ class WatchHandler(BaseHTTPRequestHandler):
                 self._send("application/json", to_json(data), to_json({**data, "made": None}))
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
-        except UserError as error:  # a run that was moved away meanwhile
+        except UserError as error:  # the run was moved away meanwhile
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
     def _send(self, kind: str, text: str, content: str = "") -> None:
-        """`content` is what makes a difference to a browser that has an older text; by default all of it."""
+        """`content` is the part of the text whose changes matter to a browser; by default all of it."""
         body = text.encode()
         tag = f'"{hashlib.sha256((content or text).encode()).hexdigest()}"'
         same = self.headers.get("If-None-Match") == tag
@@ -68,14 +68,14 @@ def make_server(folders: Sequence[Path], port: int) -> WatchServer:
         return WatchServer((ADDRESS, port), partial(WatchHandler, folders))
     except (OSError, OverflowError) as error:
         why = error.strerror if isinstance(error, OSError) else "ports end at 65535"
-        raise UserError(f"--port {port}: {why}; give another one, or 0 for any that is free") from error
+        raise UserError(f"--port {port}: {why}; use another one, or 0 for any free one") from error
 
 
 def serve(folders: Sequence[Path], port: int) -> int:
     """Serve until Ctrl-C."""
-    report_data(folders)  # a folder without a run is an error now, not in the browser
+    report_data(folders)  # reports a folder without a run now rather than in the browser
     with make_server(folders, port) as server:
-        print(f"http://{ADDRESS}:{server.server_address[1]}/ shows the run as it goes on; Ctrl-C ends this", flush=True)
+        print(f"http://{ADDRESS}:{server.server_address[1]}/ shows the run live; Ctrl-C stops this server", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -1,9 +1,9 @@
 """Where the time of a step goes, by rank: parts that add up to the step, and ranks that others wait for.
 
-    | data | compute | compute that hides tp | exposed tp | idle | optimizer |        all of a step, each second once
+    | data | compute | compute that hides tp | exposed tp | idle | optimizer |        a whole step, each second once
 
-Hidden communication runs beside computation, so its seconds are a part of computing. A pipeline's transfers that
-nothing hides are a part of its idle time, and so is the wait for all other ranks at the end of a step.
+Hidden communication overlaps with computation, so its seconds are a part of computing. A pipeline's exposed transfers
+are a part of its idle time, and so is the wait for all other ranks at the end of a step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shardline.config.layout import Layout
 from shardline.show.run_files import RunFiles
 from shardline.telemetry.slow_ranks import AXES, OWN, own_work, parts_of
 
-SLOW = 1.1  # times the median of the ranks that do the same
+SLOW = 1.1  # times the median of the ranks with the same work
 
 
 def part_names(axes: Iterable[str]) -> list[str]:
-    """Every part in the order in which it is drawn."""
+    """Every part, in drawing order."""
     known = [axis for axis in AXES if axis in set(axes)]
     hidden, exposed = ([f"{kind} {axis}" for axis in known] for kind in ("hidden", "exposed"))
     return ["data", "compute", *hidden, *exposed, "idle", "optimizer"]
@@ -28,7 +28,7 @@ def part_names(axes: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Parts of all logged steps that every rank has written: (steps, ranks, parts)."""
+    """The parts of all logged steps that every rank has written: (steps, ranks, parts)."""
 
     steps: list[int]
     ranks: list[int]
@@ -36,12 +36,12 @@ class PartTimes:
     seconds: list[list[list[float]]]
 
     def mean_by_step(self) -> list[list[float]]:
-        """(parts, steps), the mean of all ranks."""
+        """(parts, steps): the mean of all ranks."""
         means = [[statistics.fmean(part) for part in zip(*ranks, strict=True)] for ranks in self.seconds]
         return [list(part) for part in zip(*means, strict=True)]
 
     def median_by_rank(self) -> list[list[float]]:
-        """(ranks, parts); the first step, with all that happens once, counts only where it is the only one."""
+        """(ranks, parts): the median of steps; the first, with one-time costs, counts only if it is the only one."""
         steps = self.seconds[1:] or self.seconds
         return [
             [statistics.median(step[place][part] for step in steps) for part in range(len(self.names))]
@@ -50,7 +50,7 @@ class PartTimes:
 
 
 def step_times(run: RunFiles, most_steps: int, most_ranks: int) -> PartTimes | None:
-    """The bars of a run: of too many steps or ranks some, evenly spread; None where ranks wrote nothing."""
+    """The part times of a run, thinned evenly if there are too many steps or ranks; None if ranks wrote nothing."""
     ranks = present_ranks(run)
     common = sorted(set.intersection(*(set(run.ranks[rank].steps) for rank in ranks))) if ranks else []
     steps, ranks = spread(common, most_steps), spread(ranks, most_ranks)
@@ -64,13 +64,13 @@ def step_times(run: RunFiles, most_steps: int, most_ranks: int) -> PartTimes | N
 
 
 def present_ranks(run: RunFiles) -> list[int]:
-    """Ranks of the last start: an earlier one may have had more."""
+    """The ranks of the last start: an earlier one may have had more."""
     size = run.last_start.get("world_size", 0)
     return [rank for rank in run.ranks if rank < size]
 
 
 def spread(items: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, evenly spread, the first and the last among them."""
+    """At most `most` of the items, evenly spread, including the first and the last."""
     if len(items) <= most:
         return list(items)
     if most == 1:
@@ -84,13 +84,13 @@ def spread(items: Sequence[int], most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RankPace:
-    """How long a rank works in a step, and how that compares with ranks that have the same work."""
+    """How long a rank works in a step, compared with ranks that have the same work."""
 
     rank: int
     own: float  # seconds of data, computing and update
     waiting: float
     ratio: float  # to the median of the ranks with the same work
-    phase: str  # in which it loses most; "" where it is not slow
+    phase: str  # the phase in which it loses most; "" if it is not slow
 
     @property
     def slow(self) -> bool:
@@ -98,7 +98,7 @@ class RankPace:
 
 
 def rank_paces(times: PartTimes, layout: Layout) -> list[RankPace]:
-    """Ranks of the same pipeline position are compared: others have other layers."""
+    """Compare ranks of the same pipeline position, since others have other layers."""
     by_rank = dict(zip(times.ranks, times.median_by_rank(), strict=True))
     groups: dict[int, list[int]] = {}
     for rank in times.ranks:

@@ -1,11 +1,11 @@
-"""`shardline tail RUN`: follow a run by its files, wherever they are written: rows, events, and how it ends.
+"""`shardline tail RUN`: follows a run through its files, on any shared disk: rows, events, and how it ends.
 
-    metrics.jsonl            rows and validations; replaced where a run resumes
+    metrics.jsonl            rows and validations; replaced when a run resumes
     log/telemetry-0.jsonl    starts, saves, warnings, the end
     log/restarts.jsonl       faults
-    log/heartbeat.json       what the run does now: it says when to stop
+    log/heartbeat.json       what the run is doing now, including whether it has ended
 
-Files are read again and again by name, as a network file system needs it; nothing is locked or written.
+Files are reopened by name again and again, as network file systems need; nothing is locked or written.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardline.telemetry.heartbeat import FILE as HEARTBEAT
 from shardline.words import Part, counted, fitted, printable
 
 POLL_SECONDS = 0.5
-SILENCE_SECONDS = 60.0  # without a beat and without a row: it is said once
-RESTART_SECONDS = 20.0  # after a failure, in which a launcher may start the run again
+SILENCE_SECONDS = 60.0  # without a heartbeat or a row, before that is reported, once
+RESTART_SECONDS = 20.0  # after a failure, during which a launcher may start the run again
 Row = dict[str, Any]
 
 
 class Follower:
-    """The new lines of a file that grows. One that is replaced or cut is read anew, without lines that were seen."""
+    """The new lines of a growing file. If it is replaced or truncated, it is read again, without lines already seen."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self.inode = path, 0, 0
@@ -41,7 +41,7 @@ class Follower:
         self.seen: set[bytes] = set()
 
     def lines(self) -> Iterator[bytes]:
-        """Whole lines that were not there at the last call."""
+        """Yield the complete lines that were not there at the last call."""
         try:
             with open(self.path, "rb", opener=plain_file) as file:
                 found = os.fstat(file.fileno())
@@ -64,7 +64,7 @@ class Follower:
 
 
 class Tail:
-    """What of a run has been shown. `lines` gives what is new; `code` is set once the run has ended."""
+    """How much of a run has been shown. `lines` returns what is new; `code` is set once the run has ended."""
 
     def __init__(self, run: Path, now: Callable[[], float] = time.time, patience: float = RESTART_SECONDS) -> None:
         self.run, self.now, self.patience = run, now, patience
@@ -79,7 +79,7 @@ class Tail:
         self.code: int | None = None
 
     def lines(self) -> list[list[Part]]:
-        """New lines, by file; an end only after a look at everything before it."""
+        """Return the new lines, by file; the end comes only after everything before it was read."""
         beat = read_object(self.run / HEARTBEAT) or self.beat
         found = [*self._events(), *self._rows()]
         if found or beat != self.beat:
@@ -131,7 +131,7 @@ class Tail:
             if quiet > SILENCE_SECONDS and not self.silent:
                 self.silent = True
                 was = doing or "starting"
-                yield [Part(f"no sign of the run for {format_time(quiet)}: it was {was}, and hangs or was killed")]
+                yield [Part(f"no sign of the run for {format_time(quiet)}: it was {was}, and now hangs or was killed")]
 
 
 def tail(run: Path, rows: int, follow: bool, write: Callable[[str], object], width: int | None) -> int:
@@ -153,11 +153,11 @@ def _text(parts: list[Part], width: int | None) -> str:
 
 
 def command(run: str, *, lines: int, follow: bool) -> int:
-    """Follow the run in a folder; a pipe gets whole lines, a terminal those that fit."""
+    """Follow the run in a folder; a pipe gets whole lines, a terminal lines that fit its width."""
     path = Path(run).expanduser()
     if not path.is_dir():
-        raise UserError(f"{path} is no folder: give the folder of a run, such as outputs/run")
+        raise UserError(f"{path} is not a folder: name the folder of a run, such as outputs/run")
     if not any((path / name).exists() for name in ("config.toml", "metrics.jsonl", "log")):
-        raise UserError(f"{path} holds no run: it has neither config.toml nor metrics.jsonl nor log")
+        raise UserError(f"{path} holds no run: it has no config.toml, metrics.jsonl or log")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return tail(path, lines, follow, lambda text: print(text, flush=True), width)

@@ -1,4 +1,4 @@
-"""The life of one token in a step, in sentences with a config's numbers: which ranks it meets, and what travels."""
+"""The life of one token in a step, told with a config's numbers: which ranks it visits, and what is sent."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shardline.words import counted, listed, numbered, ranges, sized
 
 Moment = tuple[str, str]  # its name, and what happens
 RECOMPUTED = {
-    "full": "Only the input of each block was kept, so the block runs forward once more first.",
-    "selective": "Some results inside a block were not kept and are computed again first.",
-    "memory_budget": "The compiler kept what fits its memory budget, and computes the rest again.",
-    "offload": "Activations that were sent to host memory come back first.",
-    "none": "Everything that backward reads was kept.",
+    "full": "Only the input of each block was saved, so the block first runs forward once more.",
+    "selective": "Some results inside a block were not saved and are first computed again.",
+    "memory_budget": "The compiler saved what fits its memory budget, and computes the rest again.",
+    "offload": "Activations that were sent to host memory are first fetched back.",
+    "none": "Everything that backward reads was saved.",
 }
 CONTEXT_WORDS = {
     "allgather": "Keys and values of all slices are gathered over cp; queries stay where they are.",
-    "ring": "Keys and values go round the cp ranks, block by block, while attention runs over the block before.",
-    "ulysses": "Over cp, a rank trades its tokens of all heads for all tokens of some heads, and back afterwards.",
+    "ring": "Keys and values pass around the cp ranks, block by block, while attention runs over the previous block.",
+    "ulysses": "Over cp, a rank exchanges its tokens of all heads for all tokens of some heads, and back afterwards.",
 }
 
 
 @dataclass(frozen=True)
 class TokenPath:
-    """What the sentences are about; `tokens` are those of a micro-batch on one rank."""
+    """The config behind the sentences; `tokens` is the number in a micro-batch on one rank."""
 
     config: Config
     arch: Architecture
@@ -49,7 +49,7 @@ class TokenPath:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether the ranks of tp have different tokens between products."""
+        """Whether tp ranks have different tokens between products."""
         return self.layout.tp > 1 and self.config.parallelism.enable_sequence_parallel
 
     @property
@@ -63,7 +63,7 @@ class TokenPath:
 
 
 def token_life(path: TokenPath) -> Iterator[Moment]:
-    """From its sample to the update that it has a part in."""
+    """Yield its moments, from its sample to the update to which it contributes."""
     yield "batch", _batch(path)
     if path.layout.cp > 1:
         yield "context", _context(path)
@@ -74,7 +74,7 @@ def token_life(path: TokenPath) -> Iterator[Moment]:
         yield "attention", _attention(path)
         yield from _feed_forward(path)
     else:
-        yield "layers", f"It goes through {path.arch.n_layers} layers of the model's own code."
+        yield "layers", f"It passes through {path.arch.n_layers} layers of the model's own code."
     if path.plan is not None:
         yield "next stage", _next_stage(path, path.plan)
     yield "loss", _loss(path)
@@ -89,13 +89,13 @@ def _batch(path: TokenPath) -> str:
     where = f" on one of {ranks} data ranks, which read different samples" if ranks > 1 else ""
     share = path.layout.cp * path.layout.tp
     with_it = f" The {share} ranks of its cp and tp groups work on the same sample." if share > 1 and ranks > 1 else ""
-    return f"The token stands in a micro-batch of {path.rows} x {length:,} tokens{where}.{with_it}"
+    return f"The token is in a micro-batch of {path.rows} x {length:,} tokens{where}.{with_it}"
 
 
 def _context(path: TokenPath) -> str:
     plan = context_plan(path.config, path.layout.cp, 0)
     line = slices_line(plan, path.config.training.seq_len)
-    return f"Each sequence is shared by cp, so one rank in {path.layout.cp} has the token: {line}."
+    return f"Each sequence is split over cp, so one rank in {path.layout.cp} has the token: {line}."
 
 
 def _weights(path: TokenPath) -> str:
@@ -110,20 +110,20 @@ def _weights(path: TokenPath) -> str:
 
 def _embedding(path: TokenPath) -> str:
     arch, tp = path.arch, path.layout.tp
-    words = f"Its number selects a row of the embedding: {arch.dim:,} numbers, {sized(path.row_bytes)}."
+    words = f"Its id selects a row of the embedding: {arch.dim:,} numbers, {sized(path.row_bytes)}."
     if tp == 1:
         return words
     if arch.tie_word_embeddings and path.config.parallelism.disable_loss_parallel:
         return f"{words} Every tp rank has all rows."
     rows = f"{-(-arch.vocab_size // tp):,} of the {arch.vocab_size:,} rows"
-    words = f"{words} Each tp rank has {rows}; the others give zeros, and a sum over tp"
+    words = f"{words} Each tp rank has {rows}; the others contribute zeros, and a sum over tp"
     if path.shares_rows:
         return f"{words} leaves every rank {path.tokens // tp:,} of the {path.tokens:,} tokens (reduce-scatter)."
     return f"{words} gives all ranks all tokens (all-reduce)."
 
 
 def _joined(path: TokenPath, what: str) -> str:
-    """How tokens come together before the first product of a part."""
+    """How tokens are gathered before the first product of a part."""
     if path.layout.tp == 1:
         return ""
     if path.shares_rows:
@@ -135,7 +135,7 @@ def _summed(path: TokenPath, matrix: str) -> str:
     if path.layout.tp == 1:
         return ""
     how = "reduce-scatter, and each rank has its own tokens again" if path.shares_rows else "all-reduce"
-    return f"{matrix} gives each rank a summand; they are added over tp ({how})."
+    return f"{matrix} gives each rank a partial sum; these are added over tp ({how})."
 
 
 def _attention(path: TokenPath) -> str:
@@ -162,7 +162,7 @@ def _feed_forward(path: TokenPath) -> Iterator[Moment]:
     with_experts = [] if moe is None else [layer for layer in range(arch.n_layers) if moe.holds(layer)]
     dense = [layer for layer in range(arch.n_layers) if layer not in with_experts]
     if dense:
-        width = f"{arch.ffn_dim // tp:,} of {arch.ffn_dim:,} middle columns"
+        width = f"{arch.ffn_dim // tp:,} of {arch.ffn_dim:,} hidden columns"
         first = _joined(path, width) or f"It is widened to {arch.ffn_dim:,} numbers and narrowed again."
         yield (
             "feed-forward" + (f" ({numbered('layer', dense)})" if moe is not None else ""),
@@ -178,14 +178,14 @@ def _experts(path: TokenPath, moe: MixtureOfExperts) -> str:
     if layout.ep > 1:
         copies = f"up to {moe.top_k} copies of the token, {sized(path.row_bytes)} each,"
         words.append(
-            f"Each ep rank holds {counted(moe.n_experts // layout.ep, 'expert')}, so {copies} travel to the ranks of"
-            " its experts, and the results travel back (all-to-all)."
+            f"Each ep rank holds {counted(moe.n_experts // layout.ep, 'expert')}, so {copies} are sent to the ranks of"
+            " its experts, and the results are sent back (all-to-all)."
         )
     if routes_together(layout):
-        words.append(f"The {layout.tp} tp ranks share each expert's matrices, and their summands are added.")
+        words.append(f"The {layout.tp} tp ranks share each expert's matrices, and their partial sums are added.")
     if moe.shared_dim:
         meanwhile = " meanwhile" if layout.ep > 1 else ""
-        words.append(f"A shared expert of {moe.shared_dim:,} columns works on every token{meanwhile}.")
+        words.append(f"A shared expert of {moe.shared_dim:,} columns processes every token{meanwhile}.")
     return " ".join(words)
 
 
@@ -193,7 +193,7 @@ def _next_stage(path: TokenPath, plan: PipelinePlan) -> str:
     size = path.tokens * path.row_bytes // (path.layout.tp if path.shares_rows else 1)
     cuts = [ranges(stage.layers) or "none" for stage in plan.stages]
     return (
-        f"The layers are cut into {len(cuts)} stages ({listed(cuts, most=8)}). After the last layer of a stage, the"
+        f"The layers are split into {len(cuts)} stages ({listed(cuts, most=8)}). After the last layer of a stage, the"
         f" micro-batch is sent to the rank of the next one: {sized(size)} from each rank."
     )
 
@@ -203,14 +203,14 @@ def _loss(path: TokenPath) -> str:
     where = "On the last stage it" if path.plan is not None else "It"
     if tp > 1 and not path.config.parallelism.disable_loss_parallel:
         rows = f"{arch.vocab_size:,} rows of the output, {-(-arch.vocab_size // tp):,} on each tp rank"
-        return f"{where} is compared with the {rows}. Logits are not gathered: three numbers a token travel."
+        return f"{where} is compared with the {rows}. Logits are not gathered: only three numbers per token are sent."
     return f"{where} is compared with the {arch.vocab_size:,} rows of the output, for the loss of the next token."
 
 
 def _backward(path: TokenPath) -> str:
-    words = ["Its gradient takes the same way back."]
+    words = ["Its gradient takes the same path back."]
     if path.layout.tp > 1 and path.shares_rows:
-        words.append("Where tokens were gathered, gradients are scattered, and the other way round.")
+        words.append("Where tokens were gathered, gradients are scattered, and vice versa.")
     return " ".join([*words, RECOMPUTED[path.config.activation_checkpoint.mode]])
 
 

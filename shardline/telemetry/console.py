@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains: a row of each logged step, and on a terminal a live line below them.
+"""What the user sees while a run trains: a row for each logged step and, on a terminal, a live line below them.
 
 step 20/200  loss 3.9125  grad_norm 1.204  lr 3.0e-03  21,482 tok/s  0.5 GiB
 step 30/200  loss 3.4410  grad_norm 0.981  lr 3.0e-03  21,534 tok/s  0.5 GiB
@@ -27,14 +27,14 @@ from shardline.words import Part, TableRows, fitted
 log = logging.getLogger("shardline")
 
 LEAST_BAR, MOST_BAR = 5, 40
-DRAW_SECONDS = 0.1  # between two drawings of the live line: a slow terminal is not flooded
+DRAW_SECONDS = 0.1  # least time between two drawings of the live line, so that a slow terminal is not flooded
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Column(NamedTuple):
-    """How a number of a row is written; where a line is too narrow, the highest `place` gives way first.
+    """How a number of a row is written; if a line is too narrow, the number with the highest `place` is dropped first.
 
-    `short` is for a live line in which not all of it finds room.
+    `short` is used in a live line that has no room for all numbers.
     """
 
     text: Callable[[float], str]
@@ -62,14 +62,14 @@ LIVE = ("tokens_per_second", "mfu", "memory_gib", *HIDDEN)
 
 
 def columns(row: dict[str, Any], names: Sequence[str], short: bool = False) -> list[Part]:
-    """The numbers of a row that are there."""
+    """Format those of the named numbers that the row has."""
     found = [(COLUMNS[name], row.get(name)) for name in names]
     texts = [(column.short or column.text if short else column.text, column.place, value) for column, value in found]
     return [Part(text(value), place) for text, place, value in texts if value is not None]
 
 
 def thousands(value: float) -> str:
-    """`987`, `12.3k`, `4.57M`: three digits."""
+    """Format with three digits: `987`, `12.3k`, `4.57M`."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if value >= 0.9995 * size:
             digits = value / size
@@ -78,7 +78,7 @@ def thousands(value: float) -> str:
 
 
 class Console:
-    """Shows a run's progress, on rank 0 alone. Every row is also in log/rank-0.log."""
+    """Shows a run's progress, only on rank 0. Every row is also in log/rank-0.log."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Console:
             self.live = None
 
     def report(self, stopped_by: str | None, more: TableRows = ()) -> None:
-        """Show the closing table, with `more` rows; `stopped_by` is why the run ended early. Only once."""
+        """Show the closing table, with `more` rows, only once; `stopped_by` says why the run ended early."""
         seen, self.seen = self.seen, RunSummary()
         if self.rank != 0 or seen.first is None:
             return
@@ -153,7 +153,7 @@ class Console:
             self.drawn_at = self.clock()
 
     def _eta(self, row: dict[str, Any]) -> float:
-        """Seconds to go at the pace since the end of the first step, which is slow (compilation, caches)."""
+        """Seconds left at the speed since the end of the first step, which is slow (compilation, caches)."""
         now = self.line.step
         step, since = self.first_mark = self.first_mark or (now, self.clock())
         pace = (self.clock() - since) / (now - step) if now > step else row.get("step_seconds") or 0.0
@@ -183,7 +183,7 @@ class LiveLine:
         self.eta = "the first step takes longest"
 
     def count(self) -> str:
-        """`  7/200`: as wide at the first step as at the last."""
+        """`  7/200`, padded to the same width for every step."""
         return f"{self.step:>{len(str(self.total))}}/{self.total}"
 
     def show(self, row: dict[str, Any], eta: str) -> None:
@@ -197,7 +197,7 @@ class LiveLine:
         count = self.count()
         text, room = self._text(plain, short=False), width - len(count) - LEAST_BAR - 3
         line = "  ".join(part.text for part in text)
-        if len(line) > room:  # the bar gives way before numbers do
+        if len(line) > room:  # the bar shrinks before numbers are dropped
             line = fitted(self._text(plain, short=True), width - len(count) - 3)
         length = max(0, min(MOST_BAR, width - len(count) - len(line) - 3))
         done = length * self.step // max(self.total, 1)
@@ -213,13 +213,13 @@ class LiveLine:
 
 
 class LossCurve:
-    """The losses of a run as a row of blocks; two neighbours become their mean when there are too many."""
+    """The losses of a run as a row of blocks; when there are too many, each pair is replaced by its mean."""
 
     WIDTH = 8
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.each = 1  # rows in one of them
+        self.each = 1  # rows averaged in each loss
         self.pending: list[float] = []
 
     def add(self, loss: float) -> None:

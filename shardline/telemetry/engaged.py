@@ -1,8 +1,8 @@
-"""What the first step of a run really did: `engaged.json` in its folder, and a table in its log.
+"""Records what the first step of a run really did: `engaged.json` in its folder, and a table in its log.
 
-Nothing is copied from the config. A dispatch mode sees the operations of the step. The compiler does not work under
-one, so of compiled blocks the graphs are read that it was given. What a block keeps for its backward is counted as it
-keeps it, and products of tensor-parallel ranks are noted where their backend is looked up.
+Nothing is copied from the config. A dispatch mode observes the operations of the step. The compiler does not work under
+such a mode, so for compiled blocks, the graphs given to it are read. Tensors saved for backward are counted as a block
+saves them, and products of tensor-parallel ranks are noted when their backend is looked up.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from shardline.words import TableRows, counted, listed, sized
 
 FILE = "engaged.json"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
-PARTS_OF_PRODUCTS = ("linear", "scaled_mm", "grouped")  # of names of operations, ours among them
+PARTS_OF_PRODUCTS = ("linear", "scaled_mm", "grouped")  # in names of operations, including ours
 ATTENTION = ("scaled_dot_product", "flex_attention", "varlen_attn", "shared_attention", "partial_attention")
-UPDATES = {"_fused_": "fused", "_foreach_": "foreach"}  # in names of operations of a step; the first that is found
+UPDATES = {"_fused_": "fused", "_foreach_": "foreach"}  # in operation names of an update; the first found counts
 
 
 class StepObserver:
@@ -43,12 +43,12 @@ class StepObserver:
     def __init__(
         self, model: Decoder, optimizer: torch.optim.Optimizer, applied: Applied, served: bool = False
     ) -> None:
-        """`served`: a parameter server's threads make the updates, at any time; they are not watched."""
+        """`served`: threads of a parameter server make the updates, at any time, so they are not watched."""
         self.model, self.optimizer, self.applied, self.served = model, optimizer, applied, served
         self.operations: Operations = Counter()
         self.updates: Operations = Counter()
-        self.kept: dict[str, int] = {}  # layer -> bytes that its last forward pass kept
-        self.in_backward = False  # the optimizer stepped there
+        self.kept: dict[str, int] = {}  # layer -> bytes that its last forward pass saved
+        self.in_backward = False  # whether the optimizer stepped inside backward
         self.groups: ReplicaGroups | None = None
         self.found: dict[str, Any] = {}
 
@@ -99,7 +99,7 @@ class StepObserver:
 
     @contextlib.contextmanager
     def _seeing_updates(self) -> Iterator[None]:
-        """See what the optimizer calls, also where blocks are compiled."""
+        """Observe what the optimizer calls, even if blocks are compiled."""
         seeing = _Seeing(self.updates, everything=True)
 
         def before(*_: Any) -> None:
@@ -148,14 +148,14 @@ class _Seeing(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let functions that are compiled by themselves be: one that the compiler skips once is never compiled."""
+        """Do not interfere with separately compiled functions: one that the compiler skips once is never compiled."""
         return True
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         name = function.name()
         if self.everything or _is_product(name) or any(part in name for part in ATTENTION):
             first = next((one for one in tree_leaves(arguments) if isinstance(one, Tensor)), None)
-            if not isinstance(first, FakeTensor):  # as the compiler calls operations with
+            if not isinstance(first, FakeTensor):  # with fake tensors, the compiler is tracing
                 self.seen[name, "" if first is None else str(first.dtype)] += 1
         return function(*arguments, **(options or {}))
 
@@ -174,7 +174,7 @@ def _words(seen: dict[tuple[str, str], int]) -> dict[str, int]:
 
 
 def _update(optimizer: torch.optim.Optimizer, seen: Operations) -> str:
-    """How the optimizer stepped: by kernels of ours, by one of torch for many tensors, or tensor by tensor."""
+    """How the optimizer stepped: with our kernels, with torch's kernels for many tensors, or tensor by tensor."""
     launched = getattr(optimizer, "launched", 0)
     if launched:
         return f"{counted(launched, 'kernel')} of its own"
@@ -186,7 +186,7 @@ def _update(optimizer: torch.optim.Optimizer, seen: Operations) -> str:
 
 
 def write(folder: Path, step: int, of_ranks: list[dict[str, Any]]) -> None:
-    """Write what rank 0 saw, and in what others differ."""
+    """Write what rank 0 observed, and how other ranks differ."""
     first = of_ranks[0]
     others = {
         str(rank): {key: value for key, value in found.items() if value != first[key]}
@@ -198,7 +198,7 @@ def write(folder: Path, step: int, of_ranks: list[dict[str, Any]]) -> None:
 
 def table(found: dict[str, Any]) -> TableRows:
     """Label and value of each row of the log's table."""
-    kept = f"{sized(found['kept_bytes_of_a_block'])} kept by a block for backward, {sized(found['kept_bytes'])} in all"
+    kept = f"{sized(found['kept_bytes_of_a_block'])} saved by a block for backward, {sized(found['kept_bytes'])} in all"
     rows = [
         ("compiled", counted(found["compiled_graphs"], "graph") if found["compiled_graphs"] else "nothing"),
         ("activations", f"{kept}, {sized(found['offloaded_bytes'])} sent to the host"),

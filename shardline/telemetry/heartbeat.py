@@ -1,9 +1,9 @@
-"""log/heartbeat.json: what a run does right now, for `shardline tail` and for whoever watches many runs.
+"""log/heartbeat.json: what a run is doing right now, for `shardline tail` and for tools that watch many runs.
 
     {"time": 1795000000.1, "doing": "training", "step": 120, "last_step": 500, "loss": 2.25, "host": "node0", "pid": 47}
 
-`doing` is training, validating, saving, ended or failed. Rank 0 replaces the file, at most once a second: one that is
-old belongs to a run that hangs or was killed. log/lock has another beat, of the process and not of its steps.
+`doing` is training, validating, saving, ended or failed. Rank 0 replaces the file at most once a second: an old file
+belongs to a run that hangs or was killed. log/lock has a separate heartbeat, of the process rather than its steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
-    """Written by rank 0 alone. A file that cannot be written is given up with a warning: the run goes on."""
+    """Written only by rank 0. If the file cannot be written, a warning is logged and the run goes on without it."""
 
     def __init__(self, folder: Path, rank: int, clock: Callable[[], float] = time.time) -> None:
         self.path, self.clock, self.active = folder / FILE, clock, rank == 0
@@ -35,7 +35,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def running(self, step: int, last_step: int, stopped_by: Callable[[], str | None]) -> Iterator[None]:
-        """Around the loop, which begins after `step`; `stopped_by` names what ended it early."""
+        """Wrap the training loop, which starts after `step`; `stopped_by` returns what ended it early."""
         self.beat("training", step=step, last_step=last_step, loss=None, now=True)
         try:
             yield
@@ -46,7 +46,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Around something that is not training."""
+        """Wrap an activity other than training."""
         self.beat(what, now=True)
         yield
         self.beat("training", now=True)

@@ -1,7 +1,7 @@
-"""The log of a run: lines and tables in log/rank-N.log and, of rank 0, on the console.
+"""The log of a run: lines and tables in log/rank-N.log and, for rank 0, on the console.
 
-The file and a pipe get whole lines. A terminal gets lines that are broken between words, and step rows whose least
-important numbers give way where it is narrow.
+Files and pipes get whole lines. A terminal gets lines wrapped between words, and step rows without their least
+important numbers if it is narrow.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shardline.storage.atomic import plain_file
 from shardline.words import TableRows, fitted, table_lines, wrapped
 
 log = logging.getLogger("shardline")
-LOGGERS = ("shardline", "py.warnings")  # the second one carries what the warnings module reports
+LOGGERS = ("shardline", "py.warnings")  # the second one receives what the warnings module reports
 FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-NOTEBOOK_VARIABLE = "JPY_PARENT_PID"  # set for what a notebook starts: its pseudo-terminal cannot move the cursor
-NOTEBOOK_WIDTH = 80  # of a line that is drawn anew: where it is shown, and how wide, nothing says
+NOTEBOOK_VARIABLE = "JPY_PARENT_PID"  # set in a notebook's processes: its pseudo-terminal cannot move the cursor
+NOTEBOOK_WIDTH = 80  # of a redrawn line: a notebook does not report its width
 STYLES = {logging.WARNING: ("warning: ", "yellow"), logging.ERROR: ("error: ", "red")}
 
 
 class TerminalOutput:
-    """Standard output. What is written to a terminal that was closed goes nowhere: the log file has every line."""
+    """Standard output. If its terminal was closed, output is discarded: the log file has every line."""
 
     def __init__(self) -> None:
-        self.stream = sys.stdout  # what a bar puts in its place later prints through this one
+        self.stream = sys.stdout  # a live bar that later replaces sys.stdout prints through this one
 
     def write(self, text: str) -> int:
         return int(self._tried(lambda: self.stream.write(text)))
@@ -60,9 +60,9 @@ class TerminalOutput:
 
 
 class NotebookOutput:
-    """Standard output that a notebook shows, which knows of all control characters only the carriage return.
+    """Standard output shown in a notebook, where the only control character that works is the carriage return.
 
-    Below what is written is one line that is drawn anew; spaces wipe out the one before.
+    The output ends with one line that is redrawn; spaces erase its previous text.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class NotebookOutput:
         self.line = ""
 
     def draw(self, line: str) -> None:
-        """Show a line in the place of the one before; an empty one wipes it out."""
+        """Replace the redrawn line; an empty one erases it."""
         if line != self.line:
             wiped, self.line = self._wiped(), line
             self.stream.write(wiped + line)
@@ -78,7 +78,7 @@ class NotebookOutput:
 
     def write(self, text: str) -> int:
         wiped, below = self._wiped(), self.line
-        self.line = below if text.endswith("\n") else ""  # elsewhere it would hide what was written
+        self.line = below if text.endswith("\n") else ""  # after an incomplete line it would hide that text
         self.stream.write(wiped + text + self.line)
         return len(text)
 
@@ -90,7 +90,7 @@ class NotebookOutput:
 
 
 class NotebookLine:
-    """What takes the place of rich's live line in a notebook."""
+    """The replacement for rich's live line in a notebook."""
 
     def __init__(self, content: rich.console.RenderableType, terminal: rich.console.Console) -> None:
         self.content, self.terminal = content, terminal
@@ -111,7 +111,7 @@ def in_notebook() -> bool:
 
 
 def live_line(content: rich.console.RenderableType, terminal: rich.console.Console) -> Live | NotebookLine | None:
-    """A line below the others that is drawn anew by `refresh`, where the terminal can; `stop` removes it."""
+    """Show a line below the others that `refresh` redraws, if the terminal can do that; `stop` removes it."""
     if isinstance(terminal.file, NotebookOutput):
         line = NotebookLine(content, terminal)
         line.refresh()
@@ -125,23 +125,23 @@ def live_line(content: rich.console.RenderableType, terminal: rich.console.Conso
 
 
 def make_terminal(color: bool) -> rich.console.Console:
-    """Standard output. Without colours no styles are written at all; NO_COLOR has the same effect."""
+    """A console for standard output. Without `color`, no styles are written; NO_COLOR has the same effect."""
     colored = color and not os.environ.get("NO_COLOR")
-    # Rich takes FORCE_COLOR for a terminal and would draw a bar into a log file: ask the stream itself.
+    # With FORCE_COLOR, rich assumes a terminal and would draw a bar into a log file, so ask the stream itself.
     notebook = in_notebook()
     is_terminal = sys.stdout.isatty() and not notebook
     output = NotebookOutput() if notebook else TerminalOutput() if is_terminal else None
     return rich.console.Console(
         file=cast(IO[str] | None, output),
         force_terminal=is_terminal,
-        force_jupyter=False,  # a cell would be a new output for each line
+        force_jupyter=False,  # otherwise every line would be a separate output of the cell
         color_system="auto" if colored else None,
         highlight=False,
     )
 
 
 class FileHandler(logging.FileHandler):
-    """The log file. If it cannot be written, as on a full disk, the run goes on after one warning."""
+    """The log file. If it cannot be written, for example on a full disk, the run goes on after one warning."""
 
     failed = False
 
@@ -170,7 +170,7 @@ class ConsoleHandler(logging.Handler):
             self.handleError(record)
 
     def _text(self, record: logging.LogRecord) -> Text:
-        """What is printed of a record: on a terminal, lines, tables and rows are fitted to its width."""
+        """Format a record for printing: on a terminal, lines, tables and rows are fitted to its width."""
         width = self.terminal.width if self.terminal.is_interactive else None
         if hasattr(record, "table"):
             lines = [Text.assemble((label, "bold"), rest) for label, rest in table_lines(record.table, width)]
@@ -193,9 +193,9 @@ def log_table(rows: TableRows, title: str = "", file_only: bool = False) -> None
 
 @contextlib.contextmanager
 def passing_line() -> Iterator[Callable[[str], None]]:
-    """A function that shows how far a long part of the start is, on rank 0.
+    """Yield a function that shows the progress of a long part of the start, on rank 0.
 
-    On a terminal each text takes the place of the one before, and the last one goes; elsewhere the first is printed.
+    On a terminal, each text replaces the one before, and the last one is removed; elsewhere only the first is printed.
     """
     terminals = [handler.terminal for handler in log.handlers if isinstance(handler, ConsoleHandler)]
     content = Text("", no_wrap=True, overflow="ellipsis")
@@ -233,7 +233,7 @@ def hold_log() -> None:
 
 
 def release_log() -> None:
-    """The set-up failed: print the warnings that were held, and let later lines go where they went before."""
+    """After a failed set-up, print the warnings that were held, and restore where log lines went before."""
     if any(isinstance(handler, logging.handlers.MemoryHandler) for handler in log.handlers):
         for record in _remove_handlers():
             if record.levelno >= logging.WARNING:
@@ -241,7 +241,7 @@ def release_log() -> None:
 
 
 def _remove_handlers() -> list[logging.LogRecord]:
-    """Remove what an earlier call set up, and return the lines that were held."""
+    """Remove the handlers that an earlier call set up, and return the lines that were held."""
     held: list[logging.LogRecord] = []
     for name in LOGGERS:
         for handler in [h for h in logging.getLogger(name).handlers if getattr(h, "of_run", False)]:

@@ -43,18 +43,19 @@ KEYS = (
     "mfu",
     "comm_bytes",
 )
-# Keys of some layouts: seconds that the step waited for data-parallel communication which nothing hid; seconds of
+# Keys for some layouts: seconds that the step waited for data-parallel communication that was not hidden; seconds of
 # tensor-parallel communication in the logged step, seconds of it that ranks waited for, and the share that was hidden;
-# seconds of the logged step itself with async TP, and of one that ran serially to be compared with;
-# the same of expert-parallel communication where the host carries it; the share of the logged step in which the
-# pipeline's ranks were idle; bytes of activations that the step sent to host memory. Of mixtures of experts: how many
-# times the mean the most used expert got, the largest of all layers and by layer; the routers' losses, means over the
-# layers. Of pairs of answers: by how much the reward of the better one is higher, and the share of pairs where it is.
-# Of workers that train apart, since this start of the run: fragments that were averaged, the seconds that rank 0's
-# exchanges took, and those of them that it waited for (on a CPU).
-# Of workers that do not wait for each other: by how many steps the oldest contribution of the step was late, and how
-# many each worker made of it.
-# Of replica groups: how many shared the step's batch, this one's place among them (-1: it healed), the steps and heals
+# seconds of the logged step itself with async TP, and of a step that ran serially for comparison;
+# the communication numbers for expert parallelism if it runs on the host; the share of the logged step in which the
+# pipeline's ranks were idle; bytes of activations that the step sent to host memory. For mixtures of experts: the load
+# of the most used expert relative to the mean, the largest of all layers and by layer; the routers' losses, means over
+# the layers. For pairs of answers: by how much the reward of the better one is higher, and the share of pairs where it
+# is higher.
+# For independent workers, since this start of the run: fragments that were averaged, the seconds that rank 0's
+# exchanges took, and how many of them it waited for (on a CPU).
+# For workers that do not wait for each other: by how many steps the oldest contribution of the step was late, and the
+# number of contributions from each worker.
+# For replica groups: how many shared the step's batch, this one's place among them (-1: it healed), the steps and heals
 # since its start, and how often this step had to be repeated.
 OPTIONAL_KEYS = (
     "dp_exposed_seconds",
@@ -90,7 +91,7 @@ OPTIONAL_KEYS = (
 class Meter:
     """Rates between logged steps. Time inside `paused()` (validation, saving) does not count.
 
-    `stepped` gets the tokens of the global batch, each once, however many ranks work on it.
+    `stepped` gets the tokens of the global batch, each counted once, however many ranks work on it.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
         more_flops: float = 0.0,
     ) -> None:
-        """`more_flops` are what LoRA adds to those of the model, less those of gradients that it does not compute."""
+        """`more_flops` is what LoRA adds to the model's FLOPs, minus those of gradients that are not computed."""
         self.flops, self.peak = flops_per_token(arch, seq_len) + more_flops, peak_flops(device, dtype)
         self.devices, self.clock = devices, clock
         self.restart()
@@ -130,7 +131,7 @@ class Meter:
             self.started += self.clock() - began
 
     def rates(self) -> dict[str, float | None]:
-        """Means over the steps since the last call. MFU: model FLOPs by `flops_per_token` over the devices' peak."""
+        """Means over the steps since the last call. MFU: model FLOPs (`flops_per_token`) relative to the peak."""
         elapsed = max(self.clock() - self.started, 1e-9)
         steps = max(self.steps, 1)
         per_device = self.tokens / elapsed / self.devices
@@ -146,7 +147,7 @@ class Meter:
 
 
 class Sink(Protocol):
-    """A destination of scalars beside metrics.jsonl."""
+    """A destination for scalars besides metrics.jsonl."""
 
     def write(self, step: int, scalars: dict[str, float]) -> None: ...
 
@@ -156,7 +157,7 @@ class Sink(Protocol):
 
 
 class MetricsLog:
-    """Writes a run's rows, on rank 0; with `metrics.save_for_all_ranks` every rank writes to TensorBoard and W&B."""
+    """Writes a run's rows on rank 0; with `metrics.save_for_all_ranks`, every rank writes to TensorBoard and W&B."""
 
     def __init__(self, config: Config, run_folder: RunFolder, start_step: int = 0, rank: int = 0) -> None:
         self.path, self.samples_path, self.rank = run_folder.metrics_path, run_folder.samples_path, rank
@@ -175,7 +176,7 @@ class MetricsLog:
                 self.sinks.append(WandB(config, run_folder, rank))
 
     def log(self, row: dict[str, Any]) -> None:
-        """Record a logged step. `row` has the keys of KEYS, and may have those of OPTIONAL_KEYS, no others."""
+        """Record a logged step. `row` has all of KEYS, may have some of OPTIONAL_KEYS, and no other keys."""
         differing = set(row).difference(OPTIONAL_KEYS) ^ set(KEYS)
         if differing:
             raise ValueError(f"metrics row: missing or unknown keys: {', '.join(sorted(differing))}")
@@ -230,8 +231,8 @@ def to_line(row: dict[str, Any]) -> bytes:
 
 
 def read_rows(text: str, name: str = "metrics.jsonl") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, row) of each complete line; an incomplete one, as a crash leaves it at the end, is logged and skipped."""
-    for number, line in enumerate(text.split("\n"), start=1):  # a text may hold what else ends a line
+    """Yield (line, row) for each complete line; an incomplete line, such as a crash leaves, is logged and skipped."""
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a text may hold other line separators
         if not line:
             continue
         try:
@@ -252,7 +253,7 @@ def move_rows_after(path: Path, step: int) -> None:
     rows = list(read_rows(read_plain(path), path.name))
     moved = [line for line, row in rows if row["step"] > step]
     if moved:
-        # First the copy, durably, then the removal: a crash in between repeats rows and loses none.
+        # First copy durably, then remove: a crash in between duplicates rows but loses none.
         with _writing(moved_path), open(moved_path, "a", encoding="utf-8", opener=plain_file) as file:
             file.writelines(moved)
             file.flush()
@@ -264,7 +265,7 @@ def move_rows_after(path: Path, step: int) -> None:
 def _append(file: Any, line: bytes) -> None:
     """Write a complete line or nothing, unbuffered: it has left this process when the call returns."""
     written = file.write(line)
-    if written < len(line):  # as happens when a disk fills up
+    if written < len(line):  # this happens when a disk fills up
         file.truncate(file.seek(0, os.SEEK_END) - written)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -278,7 +279,7 @@ def _writing(path: Path, what: str = "") -> Iterator[None]:
 
 
 def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a row, `comm_bytes` flattened to `comm_bytes/DIMENSION`."""
+    """The numbers of a row, with tables flattened: `comm_bytes/DIMENSION`."""
     for key, value in row.items():
         if isinstance(value, dict):
             yield from ((f"{key}/{name}", inner) for name, inner in value.items())
@@ -287,7 +288,7 @@ def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoard:
-    """Event files under `metrics.save_tb_folder`, in rank_N where every rank writes."""
+    """Event files under `metrics.save_tb_folder`, in rank_N if every rank writes."""
 
     def __init__(self, config: Config, run_folder: RunFolder, start_step: int, rank: int) -> None:
         try:
@@ -299,7 +300,7 @@ class TensorBoard:
         folder = run_folder.path / config.metrics.save_tb_folder
         if config.metrics.save_for_all_ranks:
             folder = folder / f"rank_{rank}"
-        # After a resume TensorBoard hides the old rows of steps that are trained again.
+        # After a resume, TensorBoard hides the old rows of steps that are trained again.
         purge = start_step + 1 if run_folder.resume or run_folder.again else None
         with _writing(folder, "metrics.save_tb_folder: "):
             self.writer = SummaryWriter(str(folder), purge_step=purge)
@@ -317,12 +318,12 @@ class TensorBoard:
 
 
 def check_wandb(config: Config) -> None:
-    """Refuse W&B without a login, before data is read: it would ask for one, or fail, when the run is ready."""
+    """Refuse W&B without a login before data is read; otherwise it would ask for one, or fail, much later."""
     if not config.metrics.enable_wandb:
         return
     try:
         settings = import_module("wandb").setup().settings
-    except Exception as error:  # a package without settings starts, or says why not, when the run does
+    except Exception as error:  # a package without settings will start, or fail with a reason, when the run starts
         log.debug("settings of W&B: %s", error)
         return
     mode = config.metrics.wandb_mode or getattr(settings, "mode", None) or "online"
@@ -335,7 +336,7 @@ def check_wandb(config: Config) -> None:
 
 
 def _has_netrc(url: str) -> bool:
-    """Whether a netrc file, which `wandb login` writes, has a password for a host."""
+    """Whether a netrc file, such as `wandb login` writes, has a password for the host."""
     places = [os.environ.get("NETRC") or "~/.netrc", "~/_netrc"]
     for place in places:
         with contextlib.suppress(OSError, netrc.NetrcParseError):

@@ -1,4 +1,4 @@
-"""Traces, tables of the most expensive ops and CUDA memory snapshots, every `profiling.profile_freq` steps."""
+"""Writes traces, tables of the most expensive ops and CUDA memory snapshots every `profiling.profile_freq` steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardline.config.schema import Config
 from shardline.telemetry.trace_file import add_spans
 
 log = logging.getLogger("shardline")
-# Annotations of the profiler itself and, where stacks are recorded, Python's calls: `file.py(12): function`.
+# Annotations of the profiler itself and, if stacks are recorded, Python calls: `file.py(12): function`.
 NOT_AN_OP = re.compile(r"^ProfilerStep|\(\d+\): |^<built-in |^nn\.Module: ")
 SNAPSHOT_ENTRIES = 100_000  # allocations and frees the snapshot remembers
 
@@ -51,7 +51,7 @@ class Profiler:
         self.close()
 
     def writes_next(self) -> bool:
-        """Whether the next `step()` writes a trace or a snapshot, which takes time that is not training."""
+        """Whether the next `step()` writes a trace or a snapshot, which takes time apart from training."""
         return (self.trace is not None or self.snapshots) and (self.at + 1) % self.options.profile_freq == 0
 
     def step(self) -> None:
@@ -68,7 +68,7 @@ class Profiler:
             self.trace = None
             self._record_spans()
             if self.traces == 0:
-                log.warning("no trace was recorded: the run ended before profile_freq=%d", self.options.profile_freq)
+                log.warning("no trace was recorded: the run ended before profile_freq = %d", self.options.profile_freq)
         if self.snapshots:
             self.snapshots = False
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -94,7 +94,7 @@ class Profiler:
         return trace
 
     def _records(self, step: int) -> bool:
-        """Whether this is a step that the trace records, the last ones of a cycle."""
+        """Whether the trace records this step: it records the last ones of each cycle."""
         in_cycle = (step - self.since - 1) % self.options.profile_freq + 1
         return step > self.since and in_cycle > self.options.profile_freq - self.options.profiler_active
 
@@ -108,7 +108,7 @@ class Profiler:
             job.clock.traced = None
 
     def _save_trace(self, trace: torch.profiler.profile) -> None:
-        if not self._records(self.at):  # the run ended when recording had just begun
+        if not self._records(self.at):  # the run ended just after recording had begun
             return
         self.traces += 1
         folder = self.folder / self.options.save_traces_folder / f"iteration_{self.at}"
@@ -159,7 +159,7 @@ class Profiler:
 
 
 def ops_table(events: list[Any], rows: int) -> str:
-    """The ops that take most CPU time by themselves and, on a GPU, the most expensive kernels."""
+    """The ops with the most CPU time of their own and, on a GPU, the most expensive kernels."""
     events = [event for event in events if not event.is_user_annotation and not NOT_AN_OP.search(event.key)]
     ops = [event for event in events if event.device_type == DeviceType.CPU]
     kernels = [event for event in events if event.device_type != DeviceType.CPU]

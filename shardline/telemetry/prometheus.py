@@ -1,11 +1,11 @@
-"""`metrics.prometheus_port`: the newest row of a run at http://ADDRESS:PORT/metrics, in OpenMetrics, by rank 0.
+"""`metrics.prometheus_port`: rank 0 serves the newest row of a run at http://ADDRESS:PORT/metrics, as OpenMetrics.
 
     shardline_loss 2.25                                   the keys of metrics.jsonl, with a prefix
-    shardline_tokens_total 4096                           `tokens` counts
+    shardline_tokens_total 4096                           `tokens` is a counter
     shardline_comm_bytes{axis="tp"} 2048                  tables have a label
-    shardline_rank_seconds{rank="3",phase="compute"} 0.2  own work of each rank in the last logged step
+    shardline_rank_seconds{rank="3",phase="compute"} 0.2  each rank's own work in the last logged step
 
-It listens on the loopback where the job has one machine, else at the address at which the other machines reach rank 0.
+It listens on the loopback if the job has one machine, else on the address at which the other machines reach rank 0.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shardline.telemetry.slow_ranks import OWN
 CONTENT = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 LABELS = {"comm_bytes": "axis", "expert_load_layers": "layer"}
-POLL_SECONDS = 0.1  # until the end of a run is noticed
-REQUEST_SECONDS = 10  # for a client that says nothing
+POLL_SECONDS = 0.1  # how soon the end of a run is noticed
+REQUEST_SECONDS = 10  # before a silent client is dropped
 
 
 class Exporter:
-    """What is served: rows as they come, under the names of metrics.jsonl."""
+    """Serves the newest row, under the names of metrics.jsonl."""
 
     def __init__(self, info: Mapping[str, str]) -> None:
         self.info = dict(info)
@@ -42,7 +42,7 @@ class Exporter:
         self.server: MetricsServer | None = None
 
     def update(self, row: Mapping[str, Any], ranks: Sequence[Sequence[float]] = ()) -> None:
-        """Serve this row from now on; what it does not have stays as it was. `ranks`: seconds of each, as OWN."""
+        """Serve this row from now on; keys that it lacks keep their value. `ranks`: seconds of each by OWN phase."""
         self.values = {**self.values, **{key: value for key, value in row.items() if value is not None}}
         self.ranks = ranks or self.ranks
 
@@ -70,14 +70,14 @@ class Exporter:
 
     @contextlib.contextmanager
     def serving(self, port: int) -> Iterator[str]:
-        """Serve for the time of the block; gives the URL."""
+        """Serve while the block runs; yields the URL."""
         address = job_address()
         try:
             server = MetricsServer(self, address, port)
         except OSError as error:
             raise UserError(
-                f"metrics.prometheus_port = {port}: cannot listen at {address}: {error.strerror or error}; give another"
-                " port, or 0 for any that is free"
+                f"metrics.prometheus_port = {port}: cannot listen at {address}: {error.strerror or error}; set another"
+                " port, or 0 for any free one"
             ) from error
         self.server = server
         thread = threading.Thread(target=server.serve_forever, args=(POLL_SECONDS,), name="prometheus", daemon=True)
@@ -95,7 +95,7 @@ def _escaped(text: str) -> str:
 
 
 def job_address() -> str:
-    """The loopback on one machine; of several, this machine's address on the way to the first."""
+    """The loopback on one machine; with several, the address from which this machine reaches the first."""
     ranks = ranks_from_environment("WORLD_SIZE", 1)
     first = os.environ.get("MASTER_ADDR", "")
     if ranks_from_environment("LOCAL_WORLD_SIZE", ranks) == ranks or not first:
@@ -107,7 +107,7 @@ def job_address() -> str:
 
 
 class MetricsServer(ThreadingHTTPServer):
-    """Forked data workers close its socket: one that outlives its rank would keep the port from the next start."""
+    """Forked data workers close its socket: a worker that outlives its rank would block the port for the next start."""
 
     daemon_threads = True
 
@@ -130,7 +130,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class MetricsHandler(BaseHTTPRequestHandler):
-    """Answers /metrics alone. On the loopback a request that names another host is a page of another site: refused."""
+    """Answers only /metrics. On the loopback, a request with another host name comes from a foreign page: refused."""
 
     timeout = REQUEST_SECONDS
 

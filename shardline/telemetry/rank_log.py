@@ -1,11 +1,11 @@
-"""What each rank writes of itself into log/telemetry-RANK.jsonl, from which `shardline report` draws.
+"""What each rank writes about itself to log/telemetry-RANK.jsonl, the source of `shardline report`.
 
-    {"event": "start", ...}     the loop begins: the rank's place in the layout, its host and device, what it holds
+    {"event": "start", ...}     the loop begins: the rank's place in the layout, its host, device and weights
     {"event": "step", ...}      a logged step: where its time went, its memory, the bytes it sent
-    {"event": "detail", ...}    of ever fewer logged steps: actions of the pipeline, tokens of each expert
+    {"event": "detail", ...}    for ever fewer logged steps: actions of the pipeline, tokens of each expert
     {"event": "save", ...}      and "validation", "warning", "end"
 
-docs/report.md has every field. A row is one write by this rank alone: no collective, no wait for another rank.
+docs/report.md lists every field. A row is a single write by this rank: no collective, no waiting for another rank.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from shardline.run.device import GIB, device_name, resident_memory
 from shardline.storage.atomic import plain_file
 
 log = logging.getLogger("shardline")
-READER = "rank log"  # of spans
-MOST_EXPERTS = 20_000  # numbers of a detail: layers x experts
+READER = "rank log"  # its name as a reader of spans
+MOST_EXPERTS = 20_000  # numbers in a detail row: layers x experts
 
 
 @dataclass
 class StepParts:
-    """Where a logged step of this rank goes: `begin` after its data has come, `end` after its update.
+    """Where the time of this rank's logged step goes: `begin` after its data has arrived, `end` after its update.
 
-    Communication is timed where the host carries it; a GPU's is for others to time.
+    Communication is timed here if it runs on the host; that of a GPU is timed elsewhere.
     """
 
     device: torch.device
@@ -56,7 +56,7 @@ class StepParts:
         self.moments = Moments(self.device)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Time the optimizer's own step; one that runs inside backward is a part of that."""
+        """Time the optimizer's step; a step inside backward counts as a part of backward."""
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
         optimizer.register_step_post_hook(lambda *_: self._after_update())
 
@@ -67,12 +67,12 @@ class StepParts:
         self._began = self.moments.mark()
 
     def stop(self) -> None:
-        """Leave off in the middle of a step, or after it."""
+        """Stop measuring, during a step or after it."""
         self.enabled = False
         job.spans.stop(READER)
 
     def end(self) -> dict[str, Any]:
-        """Seconds of the step and of its parts, communication and waits for it by axis."""
+        """The seconds of the step and of its parts; communication and waiting for it by axis."""
         marks = [self._began, self.moments.mark(), *(moment for both in self._updates for moment in both)]
         began, ended, *updates = self.moments.unix(marks)
         self.began, spans = began, job.spans.take(READER)
@@ -95,7 +95,7 @@ class StepParts:
 
 
 class RankLog(logging.Handler):
-    """The file of one rank. As a log handler it writes warnings, and of rank 0 the records that carry an `event`."""
+    """The file of one rank. As a log handler it writes warnings and, on rank 0, the records that have an `event`."""
 
     def __init__(self, folder: Path, mesh: Mesh, device: torch.device, held: Mapping[str, Any]) -> None:
         super().__init__(logging.INFO)
@@ -113,7 +113,7 @@ class RankLog(logging.Handler):
         self.file: FileIO | None = None
 
     def running(self, step: int, last_step: int) -> RankLog:
-        """The log of a loop that begins after `step`; a context."""
+        """Prepare the log, a context manager, for a loop that starts after `step`."""
         self.first_row = {"step": step, "last_step": last_step, **self.start}
         self.stopped_by: str | None = None
         return self
@@ -149,17 +149,17 @@ class RankLog(logging.Handler):
             self._give_up(error)
 
     def step(self, number: int, parts: dict[str, Any], sent: Mapping[str, int], peak_gib: float) -> None:
-        """A row of a logged step; `parts` from `StepParts.end`, and `idle` of a pipeline."""
+        """Write the row of a logged step; `parts` come from `StepParts.end`, plus `idle` for a pipeline."""
         memory = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else resident_memory()
         self.write("step", {"step": number, **parts, "peak_gib": peak_gib, "now_gib": memory / GIB, "sent": sent})
         self.logged += 1
 
     def wants_detail(self, last: bool) -> bool:
-        """Whether the logged step is the 1st, 2nd, 4th, 8th, ... of this start, or the last: few rows, new ones too."""
+        """Whether the logged step is the 1st, 2nd, 4th, 8th, ... of this start, or the last: few rows, some recent."""
         return last or self.logged & (self.logged - 1) == 0
 
     def detail(self, number: int, actions: Sequence[TimedAction], loads: torch.Tensor, layers: Sequence[int]) -> None:
-        """`loads` (layers, experts) are the tokens of each expert, those of all ranks; rank 0 writes them."""
+        """Write a detail row; `loads` (layers, experts) are the tokens of each expert over all ranks, for rank 0."""
         row: dict[str, Any] = {}
         walk = last_walk(actions)
         if walk:
@@ -179,13 +179,13 @@ class RankLog(logging.Handler):
             self.write("warning", {"text": record.getMessage()[:500]})
 
     def _give_up(self, error: OSError) -> None:
-        """The run goes on without this file."""
+        """Stop writing this file; the run goes on without it."""
         self.file = None
         log.warning("%s is no longer written: %s", self.path, error.strerror or error)
 
 
 def held_by_rank(model: Decoder) -> dict[str, Any]:
-    """What the first row says of the weights of this rank."""
+    """What the first row says about the weights on this rank."""
     shards = [local(parameter) for parameter in model.parameters()]
     return {
         "layers": [int(layer) for layer in model.layers],
@@ -195,7 +195,7 @@ def held_by_rank(model: Decoder) -> dict[str, Any]:
 
 
 def idle_seconds(actions: Sequence[TimedAction], began: float) -> float:
-    """How long a pipeline rank computed nothing from the step's begin to the end of its last action."""
+    """How long a pipeline rank was idle between the beginning of the step and the end of its last action."""
     if not actions:
         return 0.0
     busy, span = busy_and_span(actions)
@@ -203,13 +203,13 @@ def idle_seconds(actions: Sequence[TimedAction], began: float) -> float:
 
 
 def last_walk(actions: Sequence[TimedAction]) -> Sequence[TimedAction]:
-    """The actions of the last walk through the schedule: each micro-batch of an accumulated step repeats them."""
+    """The actions of the last pass through the schedule, which gradient accumulation repeats within a step."""
     walks = sum(timed.action == actions[0].action for timed in actions) if actions else 1
     return actions[len(actions) - len(actions) // walks :]
 
 
 def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers with six digits after the point: a microsecond, a KiB of a GiB."""
+    """Round numbers to six decimals: to a microsecond, or about a KiB in GiB."""
     found: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Names the functions that were compiled again after the first steps, by when all should be compiled.
+"""Reports functions that were compiled again after the first steps, when all should already be compiled.
 
-Blocks are compiled as whole graphs, so a graph break is an error. What can still cost time unnoticed is a
-recompilation, for another shape or another object than the graph was made for.
+Blocks are compiled as full graphs, so a graph break is an error. What can still cost time unnoticed is a recompilation
+for another shape or object than the graph was compiled for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import Any
 
-SETTLED_AFTER = 2  # steps: by then every shape of a run has occurred
+SETTLED_AFTER = 2  # steps, after which every shape of a run has occurred
 
 
 class CompileReport:
@@ -36,7 +36,7 @@ def _line(metrics: Any, step: int) -> str:
 
 
 def _compilations() -> list[Any]:
-    """The latest compilations of this process, oldest first; the compiler remembers 64 of them."""
+    """The latest compilations of this process, oldest first; the compiler remembers 64."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return list(get_compilation_metrics())

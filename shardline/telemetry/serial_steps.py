@@ -1,14 +1,14 @@
-"""What async TP gains, measured: some logged steps run their products serially, to be compared with the others.
+"""Measures what async TP gains: some logged steps run their products serially, for comparison with the others.
 
-    logged steps   1  10  20  30  ...  110  120  130        with a comparison every 10 of them
+    logged steps   1  10  20  30  ...  110  120  130        with a comparison every 10 logged steps
                    |      serial            serial
 
-A step runs serially by its number alone, so a resumed run repeats it. A serial step also shows how long communication
-takes by itself, which is what hidden time is compared with from then on. A run with the profiler compares nothing: its
-traces show the products as they run otherwise.
+Only a step's number decides whether it runs serially, so a resumed run repeats that. A serial step also shows how long
+communication takes by itself, the reference for hidden time from then on. With the profiler nothing is compared, so
+that traces show the products as they normally run.
 
-Where overlapped steps turn out slower than serial ones, what the start measured is doubted: perhaps the machine was
-busy, and the products are measured again, once in a run.
+If overlapped steps turn out slower than serial ones, the measurement at the start may have been wrong, for example
+because the machine was busy. The products are then measured again, once in a run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shardline.comm.hidden_time import Times
 from shardline.config.schema import Config
 from shardline.parallel.tensor.backend_table import choices
 
-ENOUGH = 3  # steps of each kind, before they can contradict what the start measured
-SERIAL_PLACE = 2  # of the logged steps between two comparisons: the first ones have the costs of the start
+ENOUGH = 3  # steps of each kind before they can contradict the measurement at the start
+SERIAL_PLACE = 2  # index among the logged steps between two comparisons: the first ones include start-up costs
 
 
 def runs_serially(config: Config, step: int) -> bool:
-    """Whether a logged step of a run with async TP is one of those that are compared with."""
+    """Whether a logged step of a run with async TP is to run serially for comparison."""
     section, freq = config.parallelism, config.parallelism.async_tensor_parallel_compare_freq
     overlaps = section.enable_async_tensor_parallel and section.async_tensor_parallel_backend != "serial"
     if not overlaps or freq == 0 or config.profiling.enable_profiling:
@@ -36,7 +36,7 @@ def runs_serially(config: Config, step: int) -> bool:
 
 
 class SerialComparison:
-    """Times logged steps, and asks for serial products in some of them."""
+    """Times logged steps, and requests serial products in some of them."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -46,12 +46,12 @@ class SerialComparison:
         self._began = 0.0
 
     def begin(self, step: int) -> None:
-        """The device has finished the step before."""
+        """Start timing a step; the device has finished the previous one."""
         choices.serial = runs_serially(self.config, step)
         self._began = time.perf_counter()
 
     def end(self, times: Times, seconds: float) -> dict[str, Any]:
-        """The entries of a logged step's row. `times` and `seconds` are those of the slowest rank."""
+        """Return entries for a logged step's row. `times` and `seconds` are those of the slowest rank."""
         was_serial, choices.serial = choices.serial, False
         if was_serial:
             self.alone.append(times.comm)
@@ -65,7 +65,7 @@ class SerialComparison:
         return row | {"tp_overlapped_step_seconds": seconds}
 
     def is_contradicted(self) -> bool:
-        """Whether overlapped steps take longer than serial ones; the same on every rank, since all know the slowest."""
+        """Whether overlapped steps take longer than serial ones; the same on every rank: all use the slowest's."""
         if min(len(self.serial), len(self.overlapped)) < ENOUGH:
             return False
         return statistics.median(self.overlapped) > statistics.median(self.serial)
@@ -75,9 +75,9 @@ class SerialComparison:
         return f"overlapped steps took {overlapped:.3f} s and serial ones {serial:.3f} s"
 
     def forget(self) -> None:
-        """Begin to compare anew, with other choices."""
+        """Restart the comparison, with other choices."""
         self.serial, self.overlapped = [], []
 
     def seconds(self) -> float:
-        """Since the step began; the device has finished it."""
+        """Seconds since the step began; the device has finished it."""
         return time.perf_counter() - self._began

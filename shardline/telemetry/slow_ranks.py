@@ -1,9 +1,9 @@
-"""Where a rank's step goes, and ranks that all others wait for while a run goes on: named, with their phase.
+"""Where the time of a rank's step goes, and which ranks all others wait for, in which phase, while the run trains.
 
-    | data | compute | compute that hides tp | exposed tp | idle | optimizer |        all of a step, each second once
+    | data | compute | compute that hides tp | exposed tp | idle | optimizer |        a whole step, each second once
 
-A step lasts equally long on every rank, so what tells a slow one is its own work. It travels with the reduction that
-a logged step makes anyhow, in a slot for each rank and phase.
+A step takes equally long on every rank, so a slow rank shows only in its own work. These times are sent with the
+reduction that a logged step makes anyway, in a slot for each rank and phase.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from shardline.config.layout import Layout
 
-# Axis -> its name in charts; "dp" are the data-parallel axes of a GPU, where they are timed as one.
+# Axis -> its name in charts; "dp" stands for all data-parallel axes on a GPU, where they are timed as one.
 AXES = {
     "tp": "tensor",
     "cp": "context",
@@ -26,14 +26,14 @@ AXES = {
     "pp": "pipeline",
     "other": "sums over all ranks",
 }
-OWN = ("data", "compute", "optimizer")  # what a rank does for itself; the rest is waiting, or beside computing
+OWN = ("data", "compute", "optimizer")  # a rank's own work; the rest is waiting, or overlaps with computing
 PHASES = dict(zip(OWN, ("loading data", "forward and backward", "the optimizer's update"), strict=True))
-SHARE, SECONDS = 0.1, 1e-3  # of the step, and at least so many: what the others wait for such a rank
-ROWS = 5  # logged steps in a row
+SHARE, SECONDS = 0.1, 1e-3  # of the step, and at least so many: slow if others wait longer
+ROWS = 5  # logged steps in a row in which a rank must be slow
 
 
 def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds by part of one rank's step; they add up to the step, and none is negative."""
+    """Split one rank's step into the seconds of its parts, which add up to the step; none is negative."""
     left = max(float(row["seconds"]), 0.0)
     found: dict[str, float] = {}
 
@@ -67,7 +67,7 @@ def _by_known_axis(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def own_work(parts: Mapping[str, float]) -> dict[str, float]:
-    """Data, computing (with what it hides) and update."""
+    """A rank's own seconds: data, computing (with what it hides) and update."""
     own = dict.fromkeys(OWN, 0.0)
     for name, seconds in parts.items():
         part = "compute" if name.startswith("hidden ") else name
@@ -77,7 +77,7 @@ def own_work(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 class SlowRanks:
-    """Compares the ranks that have the same layers, and tells who is slow in several logged steps in a row."""
+    """Compares the ranks that have the same layers, and reports those that are slow in several logged steps."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.rank, self.ranks = rank, layout.world_size
@@ -85,20 +85,20 @@ class SlowRanks:
         self.slow_rows = [0] * self.ranks
         self.named: dict[int, str] = {}  # rank -> its phase
         self.seen = 0
-        self.latest: list[list[float]] = []  # of each rank: seconds by phase, in the order of OWN
+        self.latest: list[list[float]] = []  # for each rank: seconds by phase, in the order of OWN
 
     def slots(self, row: Mapping[str, Any]) -> list[float]:
-        """This rank's numbers in the places of all ranks, for a maximum over them."""
+        """This rank's numbers in its slots, and zeros in those of other ranks, for an all-reduce with max."""
         own = own_work(parts_of(row))
         slots = [0.0] * (len(OWN) * self.ranks)
         slots[len(OWN) * self.rank : len(OWN) * (self.rank + 1)] = [own[phase] for phase in OWN]
         return slots
 
     def add(self, seconds: float, slots: Sequence[float]) -> list[tuple[int, str]]:
-        """(rank, line) of those who have become slow, or are no longer, by the numbers of all ranks."""
+        """Return (rank, line) for ranks that have become slow, or no longer are, from the numbers of all ranks."""
         self.latest = [list(slots[len(OWN) * rank : len(OWN) * (rank + 1)]) for rank in range(self.ranks)]
         self.seen += 1
-        if self.seen == 1:  # the first step has what happens once
+        if self.seen == 1:  # the first step includes one-time costs
             return []
         found = []
         for rank in range(self.ranks):
@@ -116,7 +116,7 @@ class SlowRanks:
         return found
 
     def _behind(self, rank: int) -> tuple[float, str, float]:
-        """Seconds that others with the same layers wait for this rank; the phase that costs most, and what is usual."""
+        """Seconds that ranks with the same layers wait for this one, the phase that costs most, and its usual time."""
         others = [other for other in range(self.ranks) if other != rank and self.stages[other] == self.stages[rank]]
         if not others:
             return 0.0, "", 0.0

@@ -1,4 +1,4 @@
-"""The closing table of a run: what its rows amount to."""
+"""The closing table of a run, which summarises its rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunSummary:
     bubbles: list[float] = field(default_factory=list)
     theoretical_bubble: float | None = None
     expert_loads: list[float] = field(default_factory=list)  # the largest of all layers, max over mean
-    expert_layers: dict[str, float] = field(default_factory=dict)  # of the last row
+    expert_layers: dict[str, float] = field(default_factory=dict)  # from the last row
 
     def stepped(self, step: int, loss: float) -> None:
         self.first = self.first or (step, loss)
@@ -43,7 +43,7 @@ def summary(seen: RunSummary, step: int, total: int) -> list[tuple[str, str]]:
     rows = [("steps", f"{step}" if step == total else f"{step} of {total}")]
     losses = {"first loss": seen.first, "last loss": seen.last, "validation loss": seen.validation}
     rows += [(label, f"{found[1]:.4f} (step {found[0]})") for label, found in losses.items() if found is not None]
-    if seen.speeds:  # the first row has the costs of the start
+    if seen.speeds:  # the first row includes start-up costs
         rows.append(("speed", f"{statistics.fmean(seen.speeds[1:] or seen.speeds):,.0f} tokens/s"))
         rows.append(("peak memory", f"{seen.memory:.2f} GiB"))
     if seen.tensor:
@@ -56,10 +56,10 @@ def summary(seen: RunSummary, step: int, total: int) -> list[tuple[str, str]]:
 
 
 def tensor_summary(rows: list[dict[str, float]]) -> str:
-    """How long tensor-parallel communication takes, how much was hidden, and what serial steps show beside others."""
+    """How long tensor-parallel communication takes, how much is hidden, and how steps compare with serial ones."""
 
     def median(key: str) -> float | None:
-        found = [row[key] for row in rows[1:] or rows if key in row]  # the first row has the costs of the start
+        found = [row[key] for row in rows[1:] or rows if key in row]  # the first row includes start-up costs
         return statistics.median(found) if found else None
 
     hidden, step, serial = map(median, ("tp_hidden_fraction", "tp_overlapped_step_seconds", "tp_serial_step_seconds"))
@@ -73,12 +73,12 @@ def tensor_summary(rows: list[dict[str, float]]) -> str:
 
 
 def bubble_summary(bubbles: list[float], theory: float | None) -> str:
-    """The idle share of a step, without the first one's start-up costs, beside the schedule's own."""
+    """The idle share of a step, without the first one's start-up costs, next to the schedule's theoretical share."""
     measured = statistics.median(bubbles[1:] or bubbles)
     return f"{measured:.1%} of the step" + (f", {theory:.1%} by the schedule" if theory is not None else "")
 
 
 def expert_summary(loads: list[float], layers: dict[str, float]) -> str:
-    """How much more than the mean the most used expert got, in the last row and in the worst."""
+    """The load of the most used expert relative to the mean, in the last row and in the worst."""
     worst = max(layers, key=lambda layer: layers[layer])
     return f"{loads[-1]:.2f} times the mean at most (layer {worst}), {max(loads):.2f} in the worst step"

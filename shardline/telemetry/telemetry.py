@@ -1,11 +1,11 @@
-"""All that observes a run, as one object: console, metrics, clocks, profiler, recompilations, garbage, the watchdog.
+"""Everything that observes a run, as one object: console, metrics, clocks, profiler, recompilations, gc, watchdog.
 
 with telemetry.running(step, last_step):
     with telemetry.step(number):             every step
         with telemetry.fetching(): ...       its batches
         ...                                  forward, backward, update
-        telemetry.log(...)                   a row, where one is due
-        with telemetry.paused(): ...         validation, a save: time that is not training
+        telemetry.log(...)                   a row, if one is due
+        with telemetry.paused(): ...         validation, a save: time apart from training
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ log = logging.getLogger("shardline")
 
 
 class Telemetry:
-    """`step_tokens` are those of a global batch. `row` is the last one that was logged."""
+    """`step_tokens` are the tokens of a global batch. `row` is the last one that was logged."""
 
     def __init__(
         self,
@@ -95,15 +95,15 @@ class Telemetry:
         )
 
     def watch(self, model: Decoder, optimizer: torch.optim.Optimizer, experts: ExpertLoad) -> None:
-        """What is written of this rank alone: the time of its update, what it holds, the load of experts."""
-        if self.config.parallelism.data_parallel_mode != "async":  # there a server's threads step, at any time
+        """Prepare what only this rank writes: the time of its update, what it holds, the load of experts."""
+        if self.config.parallelism.data_parallel_mode != "async":  # in async mode, a server's threads step at any time
             self.parts.watch(optimizer)
         self.experts = experts
         self.rank_log = RankLog(self.folder.path, self.mesh, self.device, held_by_rank(model))
 
     @contextlib.contextmanager
     def running(self, step: int, last_step: int) -> Iterator[None]:
-        """Around the loop, which begins after `step`; `report` shows the closing table after it."""
+        """Wrap the training loop, which starts after `step`; `report` shows the closing table afterwards."""
         config, rank = self.config, self.mesh.rank
         self.number = self.first_step = step
         self.last_step = last_step
@@ -132,7 +132,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around all that belongs to a step."""
+        """Wrap everything that belongs to a step."""
         self.number = number
         job.traffic.take()
         exposed.reset()
@@ -146,7 +146,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Around the loading of the step's batches; the clocks of the step itself begin after that."""
+        """Wrap the loading of the step's batches; the clocks of the step itself start after that."""
         began = time.perf_counter()
         yield
         data_seconds = time.perf_counter() - began
@@ -167,7 +167,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def paused(self, doing: str = "writing a profile") -> Iterator[None]:
-        """Stop the clock for what is not training, after the device has finished the step that is."""
+        """Stop the clock during an activity other than training, after the device has finished the step."""
         self._finish_on_device()
         with self.heartbeat.doing(doing), self.meter.paused():
             yield
@@ -180,9 +180,9 @@ class Telemetry:
         return self.number in (1, self.last_step) or self.number % self.config.metrics.log_freq == 0
 
     def log(self, loss: float, grad_norm: float, lr: float, tokens: int, more: dict[str, Any]) -> None:
-        """The step was made: show it, and record its row where one is due.
+        """Show a finished step, and record its row if one is due.
 
-        `tokens` counts all of the run so far; `more` are numbers that not every run has.
+        `tokens` counts those of the run so far; `more` has numbers that not every run has.
         """
         parts = self.parts.end() if self.is_logged() else {}
         times = self.sampler.end() if self.sampler is not None and self.is_logged() else {}
@@ -208,11 +208,11 @@ class Telemetry:
             log.warning("%s", line)
 
     def _tell_what_engaged(self) -> None:
-        """Write what the first step did on all ranks, and warn of what the config asks for and did not happen."""
+        """Write what the first step did on all ranks, and warn if something that the config asks for did not happen."""
         self._write_what_engaged(self.observer.found)
         log_table(engaged.table(self.observer.found), "What the first step did", file_only=True)
         if self.observer.applied.graphs == []:
-            log.warning("compile.enable: no graph was compiled in the first step; blocks run as they are")
+            log.warning("compile.enable: no graph was compiled in the first step; blocks run eagerly")
 
     def _write_what_engaged(self, found: dict[str, Any]) -> None:
         self.observer.found = found
@@ -239,11 +239,11 @@ class Telemetry:
             log.info("step %d  sample %s -> %s", step, *texts)
 
     def report(self, more: TableRows) -> None:
-        """Show the closing table of a loop that has begun, with `more` rows."""
+        """Show the closing table of a loop that has started, with `more` rows."""
         self.console.report(self.stopped_by, more)
 
     def _measured(self, times: dict[str, Times], parts: dict[str, Any]) -> dict[str, Any]:
-        """Memory and communication of this step: the highest numbers of all ranks; `parts` are those of this one."""
+        """Memory and communication of this step, the highest numbers over all ranks; `parts` are this rank's."""
         sent, waited = job.traffic.take(), exposed.take()
         offloaded = 0.0 if self.offload is None else float(self.offload.take())
         memory = peak_memory_gib(self.device) + symmetric_memory.shared_gib()
@@ -291,7 +291,7 @@ class Telemetry:
         memory: float,
         actions: Sequence[TimedAction],
     ) -> None:
-        """The rows of this rank alone. What a GPU sends was timed by the sampler, and by where FSDP waits."""
+        """Write this rank's own rows. GPU communication was timed by the sampler, and where FSDP waits."""
         of_device = {axis: both for axis, both in times.items() if axis not in parts["comm"]}
         parts["comm"] |= {axis: both.comm for axis, both in of_device.items()}
         parts["exposed"] |= {axis: both.exposed for axis, both in of_device.items()}
@@ -313,7 +313,7 @@ class Telemetry:
 
 @contextlib.contextmanager
 def _no_automatic_gc() -> Iterator[None]:
-    """Garbage is collected every `training.gc_freq` steps only: ranks would otherwise pause at different times."""
+    """Collect garbage only every `training.gc_freq` steps: otherwise ranks would pause at different times."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()

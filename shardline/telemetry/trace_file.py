@@ -1,4 +1,4 @@
-"""Adds a rank's communication to the trace that torch has written, so that one file shows everything it did."""
+"""Adds a rank's communication to the trace that torch has written, so that one file shows everything the rank did."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def add_spans(
 ) -> None:
     """Add an event for each span, and a key `shardline`: this rank, and the process group of each axis.
 
-    `first_step` is the step of the run that the profiler counts as 0. `kernels` are those that communicate, in the
-    order of their launch, as they timed themselves. A trace may be large, so the text is inserted and the rest of the
-    file stays as torch has written it.
+    `first_step` is the step of the run that the profiler counts as 0. `kernels` are those that communicate, in launch
+    order, with the times that they measured themselves. A trace may be large, so text is inserted and the rest of the
+    file is not parsed.
     """
     text = path.read_text(encoding="utf-8")
     found, base = EVENTS.search(text), BASE.search(text)
@@ -54,7 +54,7 @@ def add_spans(
 
 
 def span_events(spans: Iterable[Span], base: int, ranks: Mapping[str, list[int]]) -> list[dict[str, Any]]:
-    """Trace events of the spans; the trace's clock counts microseconds from `base`, in nanoseconds since 1970.
+    """Trace events for the spans; the trace's clock counts microseconds from `base`, given in nanoseconds since 1970.
 
     Viewers draw overlapping events of one track wrong, so spans that overlap get tracks of their own.
     """

@@ -160,11 +160,11 @@ def test_a_dry_run_counts_what_is_trained(folders: dict[str, Path], tmp_path: Pa
             ["--lora.target_modules=['c_atn']"],
             "no module of this model is named 'c_atn', did you mean 'c_attn'?",
         ),
-        ("gpt2", ["--lora.target_modules=['mlp']"], "'mlp' is no linear layer"),
+        ("gpt2", ["--lora.target_modules=['mlp']"], "'mlp' is not a linear layer"),
         ("gpt2", ["--lora.layers=[2]"], "lora.layers: expected numbers from 0 to 1"),
         ("gpt2", ["--lora.target_modules=['wte']", "--lora.use_dora"], "transformer.wte cannot have a magnitude"),
         ("bart", [], "does not call model.decoder.layers.0.encoder_attn.k_proj"),
-        ("bart", ["--lora.base_dtype=nf4"], "cannot be cut into blocks of 64"),
+        ("bart", ["--lora.base_dtype=nf4"], "cannot be split into blocks of 64"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_sentence(

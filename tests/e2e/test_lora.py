@@ -152,7 +152,7 @@ def _no_options() -> Any:
         (["--lora.layers=[9]"], "lora.layers: expected numbers from 0 to 1"),
         (["--lora.base_dtype=nf4", "--model.overrides.ffn_dim=96"], "blocks of 64"),
         (["--lora.base_dtype=fp4"], "lora.base_dtype: expected"),
-        (["--lora.adapter_path=/nowhere"], "lora.adapter_path: /nowhere is no adapter"),
+        (["--lora.adapter_path=/nowhere"], "lora.adapter_path: /nowhere is not an adapter"),
         (["--optimizer.name=Muon"], "Muon with LoRA"),
     ],
 )

@@ -1,4 +1,4 @@
-// Elements, numbers in words, tables with CSV, the tooltip and the colour theme: what every page needs.
+// What every page needs: elements, formatted numbers, tables with CSV, the tooltip and the colour theme.
 "use strict";
 
 let data = JSON.parse(document.getElementById("data").textContent);
@@ -66,7 +66,7 @@ const format = {
 
 // ---- theme --------------------------------------------------------------------------------------------------------
 
-const redraws = new Set(); // functions that draw a card again, in other colours or another width
+const redraws = new Set(); // functions that redraw a card with other colours or another width
 const darkScheme = matchMedia("(prefers-color-scheme: dark)");
 const onPaper = matchMedia("print");
 let wish = "auto";
@@ -85,7 +85,7 @@ function redrawAll() {
 
 const color = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
 
-// A colour between two of the theme, as #rrggbb.
+// A mix of two theme colours, as #rrggbb.
 function between(first, second, share) {
   const parts = [first, second].map((text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16)));
   const mixed = parts[0].map((value, at) => Math.round(value + (parts[1][at] - value) * share));
@@ -152,7 +152,7 @@ const tipRow = (paint, label, value) => h("div", { class: "row" }, paint ? swatc
 addEventListener("scroll", hideTip, { passive: true });
 addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
 
-// Hover, touch and arrow keys over the marks of a drawing: `marks` are {node, tip}, where tip() gives the content.
+// Hover, touch and arrow keys over the marks of a drawing: `marks` are {node, tip}, where tip() returns the content.
 function inspectable(holder, marks) {
   if (!marks.length) return;
   let at = -1;
@@ -223,9 +223,9 @@ function download(name, text) {
 
 // ---- cards --------------------------------------------------------------------------------------------------------
 
-const openTables = new Set(); // ids of cards that show theirs, also after new data has come
+const openTables = new Set(); // ids of cards whose table is open, kept when new data arrives
 
-// A picture with the table behind it. `content()` gives {columns, rows}; `draw(holder)` fills the picture.
+// A picture with the table behind it. `content()` returns {columns, rows}; `draw(holder)` fills the picture.
 function card({ id, title, note, wide, tools = [], content, draw, label }) {
   const plot = h("div", { class: "plot", role: "group", "aria-label": label || title });
   const body = h("div", { class: "body" }, plot);
@@ -276,7 +276,7 @@ function section(id, title, lead, tools, ...children) {
 const navigation = (sections) =>
   h("nav", { "aria-label": "Sections" }, sections.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent)));
 
-// Append those children that are there.
+// Append the children that exist.
 const fill = (holder, ...children) => holder.append(...children.filter((child) => child != null));
 
 // A name that may break after its dots and underscores.

@@ -15,7 +15,7 @@ function axis(show, more = {}) {
 const WHOLE = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((first) => first * 10 ** power)).flat();
 const CLOCK = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, ...WHOLE.slice(0, 15).map((days) => 86400 * days)];
 
-// What is written below a horizontal axis.
+// The label below a horizontal axis.
 const below = (text) => ({ size: 26, label: text, labelFont: FONT, labelSize: 16, labelGap: 0 });
 
 // As wide as its longest label.
@@ -28,7 +28,7 @@ function labelWidth(plot, values) {
   return Math.ceil(widest) + 16;
 }
 
-// Show a tooltip for the point under the pointer, or at the arrow keys' place. `rows(index)` gives its content.
+// Show a tooltip for the point under the pointer, or the one chosen with arrow keys. `rows(index)` returns its content.
 function inspector(holder, rows) {
   let active = false;
   const at = (plot) => {
@@ -73,7 +73,7 @@ function legend(entries, onToggle) {
 
 // ---- lines --------------------------------------------------------------------------------------------------------
 
-// Exponential mean that does not begin at zero.
+// Exponential moving average that does not start at zero.
 function smoothed(values, weight) {
   let [mean, total] = [0, 0];
   return values.map((value) => {
@@ -84,7 +84,7 @@ function smoothed(values, weight) {
   });
 }
 
-// `lines`: {label, xs, ys, paint, dash, points, faint}; a faint one has no place in legend and tooltip.
+// `lines`: {label, xs, ys, paint, dash, points, faint}; a faint one is not in the legend and the tooltip.
 function lineChart(holder, { lines, x, y, log = false, fromZero = false, height = chartHeight() }) {
   const drawn = lines.map((line) => {
     const pairs = line.xs.map((value, at) => [value, line.ys[at]]).filter(([value]) => value != null).sort((a, b) => a[0] - b[0]);
@@ -125,7 +125,7 @@ function lineChart(holder, { lines, x, y, log = false, fromZero = false, height 
 
 // ---- stacked bars -------------------------------------------------------------------------------------------------
 
-// `parts`: {label, paint, values}, the first at the bottom; bars stand side by side, whatever lies between their labels.
+// `parts`: {label, paint, values}, the first at the bottom; bars stand side by side, whatever the distance between their labels.
 function stackedBars(holder, { labels, parts, x, show, height = chartHeight() + 30 }) {
   const count = labels.length;
   let sums = new Array(count).fill(0);
@@ -135,7 +135,7 @@ function stackedBars(holder, { labels, parts, x, show, height = chartHeight() + 
     ...parts.map((part) => [part, part.values[index]]).filter(([, value]) => value > 0).reverse()
       .map(([part, value]) => tipRow(part.paint, part.label, `${show(value)}  ${format.percent(value / total[index])}`))];
   const bars = uPlot.paths.bars({ size: [0.86, 64], gap: 0 });
-  const order = parts.map((part, at) => at).reverse(); // the tallest first, lower ones over it
+  const order = parts.map((part, at) => at).reverse(); // the tallest first, lower ones in front of it
   const plot = new uPlot({
     width: holder.clientWidth, height,
     legend: { show: false },
@@ -156,7 +156,7 @@ function stackedBars(holder, { labels, parts, x, show, height = chartHeight() + 
 
 // ---- events -------------------------------------------------------------------------------------------------------
 
-// `lanes`: [name, colour]; `events`: {time, lane, text}; `spans`: [from, to] in which the run trained.
+// `lanes`: [name, colour]; `events`: {time, lane, text}; `spans`: [from, to], the times in which the run trained.
 function eventChart(holder, { lanes, events, spans, from, to }) {
   const sorted = [...events].sort((a, b) => a.time - b.time);
   const times = [...new Set(sorted.map((event) => event.time - from))];

@@ -1,11 +1,11 @@
-// Pictures without axes: a pipeline's actions, the mesh and who talks to whom, heat maps, bars by rank.
+// Pictures without axes: a pipeline's actions, the mesh and its communication, heat maps, bars by rank.
 "use strict";
 
 const KINDS = { F: ["forward", "c0"], B: ["backward", "c2"], I: ["input gradient", "c4"], W: ["weight gradient", "pp"] };
 
 // ---- pipeline -----------------------------------------------------------------------------------------------------
 
-// `charts`: {title, spans}, with a common scale `total`; a rank's later stages are paler. `show` writes a time.
+// `charts`: {title, spans}, with a common scale `total`; a rank's later stages are paler. `show` formats a time.
 function gantt(holder, { charts, ranks, total, show }) {
   const [left, rowHeight, head] = [64, 24, 24];
   const width = Math.max(holder.clientWidth, 480);
@@ -73,7 +73,7 @@ function meshPlaces({ degrees, ranks }, room) {
   return { places, box, high, width, height: 30 + rows * (high + rowGap) - (bows ? 8 : rowGap - 4), zoom: Math.max(1, Math.min(1.25, room / width)) };
 }
 
-// `sentName`: what the numbers are, such as "in step 80".
+// `sentName`: which bytes the numbers are, such as "in step 80".
 function meshMap(holder, mesh, sentName) {
   const { places, box, high, width, height, zoom } = meshPlaces(mesh, holder.clientWidth);
   const picture = svg("svg", { width: width * zoom, height: height * zoom, viewBox: `0 0 ${width} ${height}`, role: "img",
@@ -89,7 +89,7 @@ function meshMap(holder, mesh, sentName) {
   const labels = [];
   const pairs = Object.entries(mesh.groups).flatMap(([name, groups]) => groups.flatMap((group) => group.slice(1).map((to, index) =>
     ({ name, group, index: index + 1, from: places.get(group[index]), to: places.get(to) })))).filter(({ from, to }) => from && to);
-  const lanes = {}; // axes whose lines run the same way lie side by side
+  const lanes = {}; // axes whose lines run in parallel lie side by side
   for (const pair of pairs) {
     pair.way = wayOf(pair.from, pair.to, box);
     const same = (lanes[pair.way] ??= []);
@@ -129,14 +129,14 @@ function meshMap(holder, mesh, sentName) {
   inspectable(holder, marks);
 }
 
-// How the line between two boxes runs: straight between neighbours, else a bow around the boxes between them.
+// The shape of the line between two boxes: straight between neighbours, else a bow around the boxes in between.
 function wayOf(from, to, box) {
   if (from.y === to.y) return to.x - from.x < 2.2 * box ? "right" : "rightBow";
   if (from.x === to.x) return Math.abs(from.row - to.row) === 1 ? "down" : "downBow";
   return "across";
 }
 
-// The path of a line in one of `count` lanes, and where its label stands; a lane between others has none.
+// The path of a line in one of `count` lanes, and the position of its label; inner lanes have none.
 const EDGES = {
   right: (from, to, box, high, lane, count) => {
     const y = from.y + high / 2 + 16 * (lane - (count - 1) / 2) + 2;
@@ -168,7 +168,7 @@ function meshTable(mesh) {
 // ---- shards -------------------------------------------------------------------------------------------------------
 
 const MATRIX = { width: 150, high: 92, low: 22, most: 12 }; // `most`: pieces that are named
-// Matrices side by side, each cut into the pieces that ranks hold; the piece of the first rank is filled.
+// Matrices side by side, each split into the pieces that ranks hold; the piece of the first rank is filled.
 function matrices(holder, { matrices: all }) {
   const marks = [];
   const boxes = all.map((one) => {
@@ -195,7 +195,7 @@ function matrices(holder, { matrices: all }) {
   inspectable(holder, marks);
 }
 
-// The two dimensions of a drawing, downwards and to the right: those that are cut, then the first and the last.
+// The two dimensions of a drawing, down and to the right: prefer those that are split, then the first and the last.
 function sides({ whole, axes }) {
   if (whole.length === 1) return [null, 0];
   const wanted = [...new Set([...axes, 0, whole.length - 1, ...whole.keys()])];
@@ -234,7 +234,7 @@ function heatMap(holder, { rows, columns, values, low, show, name, columnName })
   inspectable(holder, marks);
 }
 
-// One bar for each rank, of parts that add up: {label, paint}, `values[rank][part]`.
+// One bar for each rank, stacked from parts {label, paint} with `values[rank][part]`.
 function rankBars(holder, { names, parts, values, show, left = 74 }) {
   const [right, high] = [70, Math.max(12, Math.min(24, 640 / names.length))];
   const width = holder.clientWidth;

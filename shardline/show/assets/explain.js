@@ -37,11 +37,11 @@ const PICTURES = {
   sent: sentBars,
   memory: memoryBars,
 };
-const TITLES = { mesh: "Who holds what, who talks to whom", shards: "Pieces of each parameter", life: "From its sample to the update", schedule: "Actions over time",
+const TITLES = { mesh: "What ranks hold and how they communicate", shards: "Pieces of each parameter", life: "From its sample to the update", schedule: "Actions over time",
   sent: "Bytes that rank 0 sends, by phase", memory: "Bytes by purpose", config: "Keys" };
 const NOTES = {
   shards: "The filled piece is what the first rank holds; numbers are ranks.",
-  memory: "All purposes one after the other; the table has what a rank holds at once.",
+  memory: "All purposes stacked; the table also shows what a rank holds at once.",
   mesh: "Lines join the ranks of a group; their width is what a rank of the first pipeline position sends in a step.",
 };
 
@@ -60,4 +60,4 @@ const sections = data.chapters.map(chapterSection);
 applyTheme();
 page.replaceChildren(
   h("header", { class: "top" }, h("div", { class: "kicker" }, "Shardline explain", themeChoice()), h("h1", {}, data.title), facts(data.facts)),
-  navigation(sections), ...sections, h("footer", {}, "Sizes and bytes follow from the config: nothing was run. Arrow keys move through a picture that has the focus."));
+  navigation(sections), ...sections, h("footer", {}, "Sizes and bytes are derived from the config; nothing was run. Arrow keys move through the focused picture."));

@@ -41,7 +41,7 @@ const X_AXES = {
   time: { name: "after", title: "time since the start", show: format.duration, incrs: CLOCK, of: (series) => (series.time ? series.time.map((value) => value && value - series.time[0]) : []) },
 };
 
-// The x values of rows that have only a step, such as validations.
+// The x values of rows that only have a step, such as validations.
 function placed(run, steps) {
   if (view.x === "step") return steps;
   if (!run.series.step) return steps.map(() => null);
@@ -153,7 +153,7 @@ function insideStep(run) {
   const styles = () => names.map(partStyle);
   const cards = [card({
     id: "step_parts", title: "Where a step goes", wide: true,
-    note: "Mean of all ranks. Exposed communication is time in which a rank waits; hidden communication runs beside computing.",
+    note: "Mean of all ranks. Exposed communication is time in which a rank waits; hidden communication overlaps with computing.",
     content: () => ({ columns: [["step", format.whole], ...styles().map(({ label }) => [label, format.seconds])],
       rows: step.map((number, at) => [number, ...mean.map((part) => part[at])]) }),
     draw: (holder) => stackedBars(holder, { labels: step, x: "step", show: format.seconds, parts: styles().map((style, at) => ({ ...style, values: mean[at] })) }),
@@ -174,7 +174,7 @@ function insideStep(run) {
 function paceCard(run) {
   const slow = run.paces.filter((pace) => pace.phase);
   const verdict = slow.length ? `The others wait for ${slow.map((pace) => `rank ${pace.rank} (${pace.phase})`).join(", ")}.`
-    : "No rank works more than 10 % longer than the others with the same layers.";
+    : "No rank takes over 10 % longer than others with the same layers.";
   const content = () => ({
     columns: [["rank", format.whole], ["host", null], ["works", format.seconds], ["waits", format.seconds], ["of the median", format.percent], ["slow in", null]],
     rows: run.paces.map((pace) => [pace.rank, pace.host, pace.own, pace.waiting, pace.ratio, pace.phase]) });
@@ -189,9 +189,9 @@ function paceCard(run) {
 
 function engaged(run) {
   if (!run.engaged.length) return null;
-  const columns = [["what", null], ["on rank 0", null], ["other on ranks", null]];
+  const columns = [["what", null], ["on rank 0", null], ["differs on ranks", null]];
   const content = () => ({ columns, rows: run.engaged });
-  return card({ id: "engaged", title: "What the first step did", wide: true, note: "As it was seen: kernels, graphs, kept activations, the update.", content,
+  return card({ id: "engaged", title: "What the first step did", wide: true, note: "As observed: kernels, graphs, saved activations, the update.", content,
     draw: (holder) => holder.append(table(columns, run.engaged.map(([what, value, others]) => [what, h("span", {}, ...breakable(value)), others]), true)) });
 }
 
@@ -204,7 +204,7 @@ function pipeline(run) {
     title: `${name}: ${format.seconds(chart.total)}, ${format.percent(chart.bubble)} idle`, spans: chart.spans }));
   return section("pipeline", "Pipeline", null, [], h("div", { class: "grid" }, card({
     id: "pipeline", title: `Actions of step ${step}`, wide: true,
-    note: "Ideal: the same order if every action of a kind took its mean time, and messages none. A rank's later stages are paler.",
+    note: "Ideal: the same order if every action took the mean time of its kind, and messages took no time. A rank's later stages are paler.",
     content: () => ({ columns: [["", null], ["rank", format.whole], ["action", null], ["stage", format.whole], ["micro-batch", format.whole], ["start", format.seconds], ["end", format.seconds]],
       rows: [["measured", measured], ["ideal", ideal]].flatMap(([name, chart]) => chart.spans.flatMap((row, place) =>
         row.map(([kind, stage, micro, start, end]) => [name, ranks[place], KINDS[kind][0], stage, micro, start, end]))) }),
@@ -215,7 +215,7 @@ function pipeline(run) {
 function mesh(run) {
   if (!run.mesh) return null;
   return section("mesh", "Mesh", null, [], h("div", { class: "grid" }, card({
-    id: "mesh", title: "Who holds what, who talks to whom", wide: true,
+    id: "mesh", title: "What ranks hold and how they communicate", wide: true,
     note: "Lines join the ranks of a group; their width is what a rank sends in the last logged step.",
     content: () => meshTable(run.mesh), draw: (holder) => meshMap(holder, run.mesh, "in the last logged step"),
   })));
@@ -225,7 +225,7 @@ function experts(run) {
   if (!run.experts) return null;
   const { steps, layers, loads, tokens } = run.experts;
   const cards = [card({
-    id: "expert_load", title: "Load by layer", wide: true, note: "Tokens of the most used expert over the mean of all: 1 is even.",
+    id: "expert_load", title: "Load by layer", wide: true, note: "Tokens of the most used expert relative to the mean: 1 is perfectly even.",
     content: () => ({ columns: [["layer", null], ...steps.map((step) => [`step ${step}`, format.number])], rows: layers.map((layer, at) => [layer, ...loads[at]]) }),
     draw: (holder) => heatMap(holder, { rows: layers.map((layer) => `layer ${layer}`), columns: steps, values: loads, low: 1, show: format.number,
       name: (row, column) => `layer ${layers[row]}, step ${steps[column]}`, columnName: "step; max over mean:" }),
@@ -286,7 +286,7 @@ function config() {
   const csv = () => download("config.csv", csvText([["key"], ...data.runs.map((run) => [run.name]), ["default"]], chosen().map((row) => [row.key, ...row.values, row.default])));
   const options = [["changed", "Changed"], ...(several() ? [["differs", "Different"]] : []), ["all", "All"]];
   shown();
-  return section("config", "Config", several() ? "Bold values are not the defaults; a mark at the left shows keys in which the runs differ." : "Bold values are not the defaults.",
+  return section("config", "Config", several() ? "Bold values differ from the defaults; a mark on the left shows keys in which the runs differ." : "Bold values differ from the defaults.",
     [search, choice("Keys", options, view.keys, (value) => { view.keys = value; shown(); }), h("button", { type: "button", onclick: csv, "aria-label": "Config: download as CSV" }, "CSV")],
     h("div", { class: "card" }, holder));
 }
@@ -297,7 +297,7 @@ const asCode = (text) => (text.startsWith("--") ? h("code", {}, text) : text);
 function gaps() {
   const rows = data.runs.flatMap((run) => run.missing.map((row) => [...(several() ? [run.name] : []), ...row]));
   if (!rows.length) return null;
-  const columns = [...(several() ? [["run", null]] : []), ["what", null], ["why it is not here", null], ["how to get it", null]];
+  const columns = [...(several() ? [["run", null]] : []), ["what", null], ["why it is missing", null], ["how to get it", null]];
   return section("missing", "Not in this report", null, [], h("div", { class: "card" }, table(columns, rows.map((row) => [...row.slice(0, -1), asCode(row[row.length - 1])]), true)));
 }
 
@@ -312,7 +312,7 @@ function draw() {
   const common = [learning(), speed()].filter(Boolean);
   const own = [insideStep(run), pipeline(run), mesh(run), experts(run), events(run)].filter(Boolean);
   const last = [config(), gaps()].filter(Boolean);
-  const made = `Made ${format.when(data.made)}. Drag in a chart to zoom, double-click to see all; arrow keys move through the values of a chart that has the focus.`;
+  const made = `Made ${format.when(data.made)}. Drag in a chart to zoom, double-click to see all; arrow keys move through the values of the focused chart.`;
   page.replaceChildren(...head(), navigation([...common, ...own, ...last]), ...common, ...(picker && own.length ? [picker] : []), ...own, ...last,
     h("footer", {}, made));
 }

@@ -45,8 +45,8 @@ def test_everything_may_be_named() -> None:
     [
         (ARCH, "down_proj", "matches no weight of this model; its names: model.embed_tokens.weight"),
         (ARCH, "^model.embed_tokens.weight$[:32]", "names rows of a weight"),
-        (ARCH, "(", "no regular expression"),
-        (MIXTRAL, "model.layers.0.block_sparse_moe.experts.1.", "names some experts of a layer"),
+        (ARCH, "(", "not a regular expression"),
+        (MIXTRAL, "model.layers.0.block_sparse_moe.experts.1.", "names only some experts of a layer"),
     ],
 )
 def test_what_cannot_be_trained_by_itself_is_named(arch: Architecture, pattern: str, words: str) -> None:

@@ -51,7 +51,7 @@ def test_layers_limit_the_blocks_but_not_what_is_outside() -> None:
         chosen_targets(ARCH, [], [2])
 
 
-@pytest.mark.parametrize(("given", "words"), [(["q_prj"], "did you mean 'q_proj'"), ("(", "no regular expression")])
+@pytest.mark.parametrize(("given", "words"), [(["q_prj"], "did you mean 'q_proj'"), ("(", "not a regular expression")])
 def test_what_means_nothing_is_an_error_with_the_nearest_name(given: list[str] | str, words: str) -> None:
     with pytest.raises(ConfigError, match=r"lora\.target_modules") as caught:
         chosen_targets(ARCH, given, None)
@@ -87,7 +87,7 @@ def test_patterns_give_some_targets_another_rank_and_alpha() -> None:
     for patterns, words in (
         ({"q_prj": 2}, "lora.rank_pattern: no target ends with 'q_prj', did you mean 'q_proj'"),
         ({"lm_head": 2}, "no target ends with 'lm_head'"),
-        ({"(q_proj": 2}, "lora.rank_pattern: a pattern is no regular expression"),
+        ({"(q_proj": 2}, "lora.rank_pattern: a pattern is not a regular expression"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             adaptation(Lora(rank_pattern=patterns), ARCH)
@@ -142,8 +142,8 @@ def test_a_model_of_transformers_has_its_own_names(tmp_path: Path) -> None:
     assert chosen_targets(arch, r"transformer\.h\.1\..*c_proj", None) == [layer[1], layer[3]]
     assert saved_modules(arch, ["lm_head", "ln_f"]) == ["transformer.wte", "transformer.ln_f"], "one weight is both"
     assert adaptable(arch)["transformer.h.0.mlp.c_fc"] == (128, 32), "rows first"
-    with pytest.raises(ConfigError, match="'wpe' is no linear layer"):
+    with pytest.raises(ConfigError, match="'wpe' is not a linear layer"):
         chosen_targets(arch, ["wpe"], None)
     write_tiny("olmoe", tmp_path / "olmoe")
-    with pytest.raises(ConfigError, match="'experts' is no linear layer"):
+    with pytest.raises(ConfigError, match="'experts' is not a linear layer"):
         chosen_targets(architecture_from_hf(tmp_path / "olmoe"), ["experts"], None)

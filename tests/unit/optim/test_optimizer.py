@@ -120,7 +120,7 @@ def test_frozen_parameters_are_left_out():
 
 def test_a_registered_function_must_give_an_optimizer(monkeypatch):
     monkeypatch.setitem(registry.optimizers, "Mine", lambda groups, section: None)
-    with pytest.raises(ConfigError, match=r"optimizer.name = 'Mine': its function gave NoneType"):
+    with pytest.raises(ConfigError, match=r"optimizer.name = 'Mine': its function returned NoneType"):
         build_optimizer(config(name="Mine"), Tiny())
 
 

@@ -189,7 +189,7 @@ def test_the_page_holds_all_chapters_and_needs_no_network(tmp_path, monkeypatch)
     ("words", "message"),
     [
         (["none.toml"], "none.toml"),
-        (["--out", "x.html"], "--out is the file of --html; give both"),
+        (["--out", "x.html"], "--out names the file of --html; pass both"),
         (["--world-size", "3", "--parallelism.tensor_parallel_degree=2"], "does not match 3 ranks"),
         (["--html", "--out", "."], "--out .: is a folder"),
         (["--parallelism.tensor_parallel_degree=3"], "3"),

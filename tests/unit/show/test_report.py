@@ -210,12 +210,12 @@ def test_a_full_run_misses_only_what_it_cannot_have(made):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["none"], "none is no folder"),
+        (["none"], "none is not a folder"),
         (["empty"], "empty holds no run"),
         (["new"], "new has nothing to draw yet"),
         (["run"] * 2, "run was given twice"),
         ([f"run{number}" for number in range(6)], "6 runs were given; one page holds at most 5"),
-        (["run", "--watch", "--out", "x.html"], "give one of them"),
+        (["run", "--watch", "--out", "x.html"], "pass only one of them"),
         (["run", "--watch", "--port", "70000"], "--port 70000: ports end at 65535"),
         (["run", "--out", "."], "--out .: is a folder"),
         ([], "RUN"),

@@ -103,7 +103,7 @@ def test_a_run_that_went_silent_is_said_once(tmp_path):
     state = Tail(tmp_path, clock)
     assert shown(state) == []
     clock.now += SILENCE_SECONDS + 1
-    assert shown(state) == ["no sign of the run for 1:01: it was saving, and hangs or was killed"]
+    assert shown(state) == ["no sign of the run for 1:01: it was saving, and now hangs or was killed"]
     assert shown(state) == []
     append(tmp_path / "metrics.jsonl", metrics_row(5))
     assert len(shown(state)) == 1

@@ -143,7 +143,7 @@ def test_a_spike_is_named_with_its_step_and_its_end():
 def test_a_loss_that_stays_high_is_said_once_and_is_then_the_usual_one():
     lines = watched([*noisy(40, 2.5), *noisy(3 * REMEMBERED, 7.0)])
     assert len(lines) == 2
-    assert lines[1].startswith(f"step {41 + REMEMBERED}: the loss stays at ")
+    assert lines[1].startswith(f"step {41 + REMEMBERED}: the loss has stayed at ")
     assert "since step 41" in lines[1]
 
 

@@ -164,7 +164,7 @@ def test_what_differs_is_a_line_of_the_table(tmp_path, capsys):
 )
 def test_a_bent_learning_rate_is_refused(tmp_path, changes, rate):
     folder = interrupted(tmp_path)
-    said = rf"step-4: step 4 had a learning rate of 0\.0025; by this config it would have had {re.escape(rate)}\."
+    said = rf"step-4: step 4 had a learning rate of 0\.0025; with this config it would have had {re.escape(rate)}\."
     with pytest.raises(UserError, match=said) as refused:
         Trainer(tiny_config(folder, **SAVING, **changes))
     assert "it was to end at step 8, and --lr_scheduler.total_steps=8 keeps its schedule" in str(refused.value)
@@ -173,7 +173,7 @@ def test_a_bent_learning_rate_is_refused(tmp_path, changes, rate):
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"lr_scheduler__bend_on_resume": True}, "the learning rate goes on at 0.00257; it was 0.0025 in step 4"),
+        ({"lr_scheduler__bend_on_resume": True}, "the learning rate continues at 0.00257; it was 0.0025 in step 4"),
         ({"checkpoint__exclude_from_loading": ["lr_scheduler"]}, None),
         ({"lr_scheduler__total_steps": 8}, None),
     ],
@@ -183,14 +183,14 @@ def test_a_longer_run_that_is_asked_for(tmp_path, capsys, changes, note):
     folder = interrupted(tmp_path)
     capsys.readouterr()
     _, text = started(folder, capsys, training__steps=16, **SAVING, **changes)
-    assert re.findall(r"note: (the learning rate goes .*)", text) == ([] if note is None else [note])
+    assert re.findall(r"note: (the learning rate continues .*)", text) == ([] if note is None else [note])
 
 
 def test_a_finished_run_goes_on_with_a_note(tmp_path, capsys):
     run(tmp_path / "run", training__steps=4, **SAVING)
     capsys.readouterr()
     _, text = started(tmp_path / "run", capsys, training__steps=8, **SAVING)
-    assert "note: the learning rate goes on at 0.002; it was 0.0015 in step 4" in text
+    assert "note: the learning rate continues at 0.002; it was 0.0015 in step 4" in text
 
 
 def test_a_length_that_changes_no_rate_needs_no_question(tmp_path, capsys):
@@ -198,7 +198,7 @@ def test_a_length_that_changes_no_rate_needs_no_question(tmp_path, capsys):
     run(tmp_path / "run", training__steps=4, **constant)
     capsys.readouterr()
     _, text = started(tmp_path / "run", capsys, training__steps=8, **constant)
-    assert "the learning rate goes on" not in text
+    assert "the learning rate continues" not in text
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
