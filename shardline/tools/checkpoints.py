@@ -1,4 +1,4 @@
-"""`shardline checkpoint ls | verify | show`: what is saved, whether it is whole, and what is in it. Without torch."""
+"""`shardline checkpoint ls | verify | show`: list, verify and describe checkpoints, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardline.words import counted, listed, sized
 
 
 def ls(path: str, json: bool = False) -> int:
-    """Print one line for each step and each thing left behind."""
+    """Print one line for each step and each leftover folder."""
     folder, every = find(locate(path))
     rows = [_row(found) for found in every]
     if json:
@@ -27,11 +27,11 @@ def ls(path: str, json: bool = False) -> int:
 
 
 def verify(path: str, step: int | None = None, json: bool = False) -> int:
-    """Read every block of every file, of all steps or of one; returns 2 if anything is wrong."""
+    """Read every block of every file, of all steps or of one; return 2 if anything is wrong."""
     folder, every = find(locate(path))
     chosen = [found for found in every if not found.leftover and step in (None, found.step)]
     if not chosen:
-        choose(folder, every, -1 if step is None else step)  # raises, with the steps that are there
+        choose(folder, every, -1 if step is None else step)  # raises an error that lists the available steps
     total, broken = sum(found.saved.size for found in chosen if found.saved is not None), 0
     with Progress("read", total) as progress:
         for found in chosen:
@@ -53,7 +53,7 @@ def verify(path: str, step: int | None = None, json: bool = False) -> int:
 
 
 def show(path: str, tensors: bool = False, json: bool = False) -> int:
-    """Print what the manifest of the newest step, or of the given one, says."""
+    """Print the contents of the manifest of the newest step, or of the given one."""
     saved = choose(*find(locate(path)))
     stored = saved.summaries()
     if json:
@@ -163,7 +163,7 @@ def _model(arch: Mapping[str, Any], parameters: int) -> str:
 
 
 def _described(saved: Saved, stored: Mapping[str, TensorSummary], tensors: bool) -> dict[str, Any]:
-    """The manifest without what is long: checksums and random states; tensors only when asked for."""
+    """Return the manifest without its long parts (checksums and random states); tensors only on request."""
     content = {key: value for key, value in saved.manifest.items() if key not in ("files", "tensors")}
     content["trainer"] = {key: value for key, value in saved.trainer.items() if key != "rng"}
     content["path"] = str(saved.place)

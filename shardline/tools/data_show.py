@@ -1,4 +1,4 @@
-"""`shardline data show`: samples as a run would train on them, with trained tokens coloured, and counts."""
+"""`shardline data show`: samples as a run would train on them, with trained tokens colored, and counts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shardline.words import counted
 
 COUNTED = 2000  # records of a source that are tokenized for its counts
 TRAINED, PLAIN = "\x1b[1;32m", "\x1b[0m"
-MARKS = ("⟦", "⟧")  # around trained tokens where there are no colours
-# Fields of a record -> the format that has them, for a file whose type is not given.
+MARKS = ("⟦", "⟧")  # around trained tokens if there are no colors
+# Fields of a record -> the format that has them, for a file without --type.
 USUAL: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("chosen", "rejected"), {"type": "chat_template.default"}),
     (("messages",), {"type": "chat_template"}),
@@ -59,7 +59,7 @@ def command(config: Config, file: str | None, *, samples: int, type: str | None)
 
 
 def file_table(file: str, kind: str | None) -> SourceTable:
-    """The source of a file alone; without a type it follows from the fields of the first record."""
+    """Return the source for a file without a config; without a type, infer it from the first record's fields."""
     if kind is not None:
         return SourceTable(path=file, type=kind)
     first = next(
@@ -70,13 +70,13 @@ def file_table(file: str, kind: str | None) -> SourceTable:
     for fields, table in USUAL:
         if all(field in first[1] for field in fields):
             return SourceTable(path=file, **table)
-    raise UserError(f"{first[0]}: fields {', '.join(first[1])} belong to no usual format: give one as --type")
+    raise UserError(f"{first[0]}: fields {', '.join(first[1])} match no known format: name one with --type")
 
 
 def show_source(
     config: Config, table: SourceTable, tokenizer: Tokenizer, samples: int, *, colour: bool
 ) -> Iterator[str]:
-    """The lines of one source: its first samples, then counts of its tokens."""
+    """Yield the lines of one source: its first samples, then counts of its tokens."""
     kind, mark = choose_format(table, FormatOptions.of(config.data), tokenizer)
     encoder = RecordEncoder(tokenizer, kind, mark)
     lengths: list[int] = []
@@ -98,7 +98,7 @@ def _records(table: SourceTable) -> Iterator[tuple[str, Any]]:
 
 
 def _encoded(records: Iterator[tuple[str, Any]], encoder: RecordEncoder) -> Iterator[tuple[str, list[Tokens]]]:
-    """The place and the rows of each record; another process tokenizes, which a tokenizer without limits may end."""
+    """Yield the place and the rows of each record. Another process tokenizes, because a bad tokenizer may kill it."""
     places: deque[str] = deque()
 
     def chunks() -> Iterator[Chunk]:
@@ -122,7 +122,7 @@ def _sample(where: str, rows: list[Tokens], tokenizer: Tokenizer, colour: bool) 
 
 
 def painted(row: Tokens, tokenizer: Tokenizer, colour: bool) -> str:
-    """The text of a row; what is trained is green, or between marks. Letters of several tokens stay whole."""
+    """Return the text of a row, with trained parts in green or between marks. Multi-token characters stay whole."""
     before, after = (TRAINED, PLAIN) if colour else MARKS
     borders = np.flatnonzero(np.diff(row.trained.astype(np.int8))) + 1
     parts = []
@@ -133,7 +133,7 @@ def painted(row: Tokens, tokenizer: Tokenizer, colour: bool) -> str:
 
 
 def _text(ids: list[int], tokenizer: Tokenizer) -> str:
-    """The text of some tokens, special ones by their names."""
+    """Return the text of some tokens; special tokens appear as their names."""
     text, plain = "", list[int]()
     for token in [*ids, None]:
         if token is not None and not tokenizer.is_named(token):

@@ -12,7 +12,7 @@ from shardline.words import counted, sized
 
 
 def verify(path: str) -> int:
-    """Print what is damaged, by file and bytes; returns 2 if anything is."""
+    """Print the damaged files and byte ranges; return 2 if there are any."""
     if not is_store(path):
         unfinished = " (an unfinished one: continue `shardline data prepare`)" if _is_begun(path) else ""
         raise UserError(f"{path!r} holds no token store{unfinished}: a store has a store.json")

@@ -34,10 +34,10 @@ def command(
     words = tokenizer_at(location, folder, saved.architecture)
     ids = prompt_tokens(words, prompt)
     if not ids:
-        raise UserError("--prompt is empty and the tokenizer has no start token: give at least one character")
+        raise UserError("--prompt is empty and the tokenizer has no start token: write at least one character")
     model = saved.build(where)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+        sys.stdout.reconfigure(errors="replace")  # do not stop at a character that the terminal cannot show
     sys.stdout.write(prompt)
     stream = TextStream(words, ids)
     try:
@@ -46,7 +46,7 @@ def command(
             sys.stdout.write(stream.add(token))
             sys.stdout.flush()
     except UserError:
-        sys.stdout.write("\n")  # its message gets a line of its own
+        sys.stdout.write("\n")  # so that the error message starts on a new line
         sys.stdout.flush()
         raise
     sys.stdout.write(stream.rest() + "\n")
@@ -56,7 +56,7 @@ def command(
 class TextStream:
     """Turns tokens into text one by one; a character of several tokens is shown when it is complete.
 
-    Each token is decoded together with the ones shown last: a tokenizer may drop the space at the beginning of a text.
+    Each token is decoded together with those shown last, because a tokenizer may drop a space at the start of a text.
 
         ids  | shown before     | shown last | not shown yet |
                                 start        end
@@ -67,7 +67,7 @@ class TextStream:
         self.start, self.end = 0, len(prompt)
 
     def add(self, token: int) -> str:
-        """The text that can be shown after this token, often a word or nothing."""
+        """Return the text that can be shown after this token, often a word or nothing."""
         self.ids.append(token)
         text = self.rest()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -76,6 +76,6 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """The text that was not shown yet, with replacement characters for incomplete ones."""
+        """Return the text that was not shown yet, with replacement characters for incomplete ones."""
         shown = self.tokenizer.decode(self.ids[self.start : self.end])
         return self.tokenizer.decode(self.ids[self.start :])[len(shown) :]

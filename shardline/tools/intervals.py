@@ -1,4 +1,4 @@
-"""Sets of moments: sorted lists of (start, end) that are not empty and neither overlap nor touch."""
+"""Sets of moments: sorted lists of nonempty (start, end) intervals that neither overlap nor touch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """What any of the intervals covers; they may come in any order and overlap."""
+    """Return the moments covered by any of the intervals, which may overlap and come in any order."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -21,7 +21,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """The moments of `a` that are not in `b`; both are such sets."""
+    """Return the moments of `a` that are not in `b`."""
     rest: list[Interval] = []
     first = 0
     for start, end in a:
@@ -39,7 +39,7 @@ def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def within(a: list[Interval], start: float, end: float) -> list[Interval]:
-    """The moments of `a` from `start` to `end`."""
+    """Return the moments of `a` from `start` to `end`."""
     cut = ((max(begin, start), min(stop, end)) for begin, stop in a)
     return [(begin, stop) for begin, stop in cut if begin < stop]
 

@@ -1,4 +1,4 @@
-"""`shardline eval` with data: the loss per target token, by the passes and the loader that validation uses."""
+"""`shardline eval` with data: the loss per target token, computed with validation's loader and forward passes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(start: TrainOptions, folder: Path, data: str | None, flags: list[str], b
     config = _config_of(folder, data, flags)
 
     def work(mesh: Mesh, device: torch.device) -> int:
-        with contextlib.redirect_stdout(sys.stderr):  # what is said while data is prepared
+        with contextlib.redirect_stdout(sys.stderr):  # messages while data is prepared
             found = evaluate(config, folder, mesh, device, base)
         if mesh.rank == 0:
             print(json_text.dumps(found) if json else _table(found))
@@ -47,7 +47,7 @@ def run(start: TrainOptions, folder: Path, data: str | None, flags: list[str], b
 
 @torch.no_grad()
 def evaluate(config: Config, folder: Path, mesh: Mesh, device: torch.device, base: str | None = None) -> dict[str, Any]:
-    """What is printed: loss, perplexity, and of how many tokens."""
+    """Return what is printed: loss, perplexity, and the number of tokens."""
     began = time.perf_counter()
     set_determinism(config, device)
     saved, tokenizer = open_model(folder, base), choose_tokenizer(config)
@@ -80,7 +80,7 @@ def evaluate(config: Config, folder: Path, mesh: Mesh, device: torch.device, bas
 
 
 def _batches(config: Config, validated: int, ranks: int) -> int | None:
-    """Batches for each rank; None: all. The run's ranks may have been others, but its samples are read again."""
+    """Return the batches per rank; None: all. On any number of ranks, the samples are those of the run's validation."""
     section = config.validation
     if section.steps < 0 or validated == 0:
         return None if section.steps < 0 else section.steps
@@ -88,13 +88,13 @@ def _batches(config: Config, validated: int, ranks: int) -> int | None:
     if rest:
         raise UserError(
             f"the run validated on {validated} samples, which {ranks} ranks cannot read in batches of"
-            f" {section.local_batch_size}: give another --nproc or --validation.local_batch_size"
+            f" {section.local_batch_size}: change --nproc or --validation.local_batch_size"
         )
     return batches
 
 
 def _config_of(folder: Path, data: str | None, flags: list[str]) -> Config:
-    """The config of the run that `folder` is or lies in, which says how data is read; with `data` in it."""
+    """Return the config of the run that `folder` is or belongs to, with `data` set in it."""
     place = next(
         (one / "config.toml" for one in (folder, *folder.parents[:2]) if (one / "config.toml").is_file()), None
     )
@@ -112,13 +112,13 @@ def _config_of(folder: Path, data: str | None, flags: list[str]) -> Config:
         raise UserError(f"{folder} was trained without validation data: name a file with --data FILE")
     elif config.training.objective == "dpo":
         raise UserError(
-            f"{folder} was trained on pairs of answers, which have no perplexity: name a text with --data FILE"
+            f"{folder} was trained on preference pairs, which have no perplexity: name a text with --data FILE"
         )
     return config.replace(changes)
 
 
 def _records(config: Config, data: str) -> dict[str, Any]:
-    """Where the run read records, `data` has records of the same type; pairs of answers are no text."""
+    """If the run read records, read `data` as records of the same type; if it read preference pairs, as text."""
     if config.training.objective == "dpo":
         return {"data.sources": [], "data.validation_sources": [], "training.objective": "next_token"}
     if not config.data.sources:

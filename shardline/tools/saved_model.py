@@ -1,4 +1,4 @@
-"""A model on disk, whatever holds it: a run, a checkpoint, an adapter or a Hugging Face folder."""
+"""A model on disk, in a run, a checkpoint, an adapter or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SavedModel(NamedTuple):
     validated: int = 0  # samples of each validation of its run; 0: none, or not known
 
     def build(self, device: torch.device, precision: Precision | None = None) -> Decoder:
-        """The model with its weights; without a `precision` in bfloat16 if the GPU supports it."""
+        """Return the model with its weights; without a `precision`, in bfloat16 if the GPU supports it."""
         if precision is None:
             compute = torch.bfloat16 if device.type == "cuda" and supports_bf16(device) else torch.float32
             precision = Precision(compute, compute, torch.float32)
@@ -49,7 +49,7 @@ def is_hf_folder(folder: Path) -> bool:
 
 
 def open_model(folder: Path, base: str | None = None) -> SavedModel:
-    """The model in `folder`; `base` is where the frozen weights of an adapter are now."""
+    """Return the model in `folder`; `base` is the current folder of an adapter's frozen weights."""
     adapter = find_adapter(folder, base)
     if adapter is not None:
         return of_adapter(adapter)
@@ -73,7 +73,7 @@ def of_adapter(adapter: Adapter) -> SavedModel:
 
 
 def tokenizer_at(location: str, folder: Path, architecture: Architecture) -> Tokenizer:
-    """The tokenizer of the model in `folder`, where its vocabulary has room."""
+    """Return the tokenizer at `location` for the model in `folder`, if the model's vocabulary is large enough."""
     if location != BYTES and (not location or tokenizer_file(Path(location)) is None):
         place = f"no tokenizer.json at {location}" if location else f"{folder} has no tokenizer"
         raise UserError(f"{place}: give --tokenizer=FOLDER with a tokenizer.json, or --tokenizer=bytes")
@@ -81,13 +81,13 @@ def tokenizer_at(location: str, folder: Path, architecture: Architecture) -> Tok
     if tokenizer.vocab_size > architecture.vocab_size:
         raise UserError(
             f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, but the model {architecture.vocab_size}:"
-            " give the model's own as --tokenizer=FOLDER"
+            " use the model's own with --tokenizer=FOLDER"
         )
     return tokenizer
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of --device; None: a GPU if there is one."""
+    """Return the device named by --device; None: a GPU if there is one."""
     if name is None:
         return choose_device()
     try:

@@ -3,7 +3,7 @@
 rank 0  FFFF..B-B-B-B-       a column is the time of one forward pass: F 1, B 2, I 1, W 1
 rank 1  .FFFFB-B-B-B-..      . idle
 
-With a config, the passes of a stage take as long as its layers have work; 1 is the mean of a forward pass.
+With a config, the time of a stage's passes is proportional to the work of its layers; 1 is the mean forward pass.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from shardline.parallel.pipeline.schedules import (
 from shardline.parallel.pipeline.timeline import ACTION_KINDS, Schedule, Timeline, in_flight, simulate
 from shardline.words import counted, ranges, sized
 
-if TYPE_CHECKING:  # these need torch, which a schedule without a config does not
+if TYPE_CHECKING:  # these import torch, which a schedule without a config does not need
     from shardline.config.schema import Config
     from shardline.tools.stage_costs import StageCosts, StagedModel
 
-MOST_PASSES = 200_000  # more would take minutes and fill no screen
-MOST_COLUMNS = 4  # for a unit of time, so that a short pass has one; a still shorter one may have none
+MOST_PASSES = 200_000  # more would take minutes and fit no screen
+MOST_COLUMNS = 4  # per unit of time, so that a short pass gets at least one; an even shorter one may get none
 DEFAULT = "1F1B"
-# Terminal colours of each kind; a rank's second, fourth, ... stage has the paler one.
+# Terminal colors of each kind; a rank's second, fourth, ... stage has the paler one.
 COLORS = {"F": (44, 104), "B": (42, 102), "I": (46, 106), "W": (43, 103)}
 
 
@@ -66,13 +66,13 @@ def command(
         made = _all_schedules(*_sizes(pp, microbatches, stages_per_rank), stages_per_rank, model)
         rows = [_numbers(*pair) for pair in made]
         if not rows:
-            raise UserError("shardline schedule: the model cannot be cut for any schedule")
+            raise UserError("shardline schedule: the model cannot be split into stages for any schedule")
         print("\n".join(json_lines.dumps(row) for row in rows) if json else comparison(rows))
         return 0
     if model is not None:
         found = model.schedule(stages_per_rank)
     elif csv is not None:
-        found = read_csv(csv)  # numbers that were given must agree with it
+        found = read_csv(csv)  # --pp and --microbatches must agree with it, if they are set
         found = build_schedule("", pp or found.ranks, microbatches or found.microbatches, stages_per_rank, csv)
     else:
         found = build_schedule(
@@ -98,7 +98,7 @@ def command(
 def _refuse_together(option: str, **others: str | None) -> None:
     for name, value in others.items():
         if value is not None:
-            raise UserError(f"shardline schedule: {option} and --{name} exclude each other: give one of them")
+            raise UserError(f"shardline schedule: {option} and --{name} exclude each other: use only one of them")
 
 
 def _sizes(pp: int | None, microbatches: int | None, stages_per_rank: int | None) -> tuple[int, int]:
@@ -115,9 +115,9 @@ def _sizes(pp: int | None, microbatches: int | None, stages_per_rank: int | None
 def _all_schedules(
     ranks: int, microbatches: int, stages_per_rank: int | None, model: StagedModel | None
 ) -> Iterator[tuple[Schedule, StageCosts | None]]:
-    """Every schedule and what its stages cost, with the requested stages per rank if it can run with them.
+    """Yield every schedule and the costs of its stages, with the requested stages per rank if it supports them.
 
-    A schedule for which the model cannot be cut is named and left out.
+    A note names each schedule that is left out because the model cannot be split for it.
     """
     for name in SCHEDULES:
         counts = stages_per_rank_of(name)
@@ -136,7 +136,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _numbers(schedule: Schedule, costs: StageCosts | None) -> dict[str, Any]:
-    """The numbers of a schedule; lists are by rank, and those of `costs` by stage inside of a rank."""
+    """Return the numbers of a schedule; lists are by rank, and those of `costs` by stage within a rank."""
     timeline = simulate(schedule, weights=costs and costs.cost)
     held = [list(schedule.stages_of(rank)) for rank in range(schedule.ranks)]
     of_stages = {} if costs is None else costs._asdict()
@@ -158,7 +158,7 @@ def _numbers(schedule: Schedule, costs: StageCosts | None) -> dict[str, Any]:
 
 
 def report(schedule: Schedule, timeline: Timeline, width: int, color: bool, costs: StageCosts | None = None) -> str:
-    """Title, drawing, legend, bubble, and a line for each rank."""
+    """Return title, drawing, legend, bubble, and a line for each rank."""
     held = in_flight(schedule)
     lines = [title(schedule), "", *drawing(schedule, timeline, width, color), ""]
     lines += [bubble_line(schedule, timeline, costs), ""]
@@ -199,7 +199,7 @@ def _cost_columns(ranks: Sequence[Sequence[int]], costs: StageCosts) -> Iterator
 
 
 def _aligned(columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """The lines of a table, head first."""
+    """Return the lines of a table, header first."""
     padded = []
     for head, cells in columns.items():
         width = max(map(len, (head, *cells)))
@@ -224,7 +224,7 @@ def bubble_line(schedule: Schedule, timeline: Timeline, costs: StageCosts | None
 
 
 def drawing(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> list[str]:
-    """A line for each rank and a legend. Actions have names if these fit into one line, else wrapped letters."""
+    """Return a line for each rank and a legend: full action names if they fit into one line, else wrapped letters."""
     label = max(len(f"rank {schedule.ranks - 1}  "), 6)
     longest = max(len(str(span.action)) for row in timeline.spans for span in row)
     shortest = min(span.end - span.start for row in timeline.spans for span in row)
@@ -246,17 +246,17 @@ def drawing(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> 
 
 
 def _columns_for(characters: int, time: float) -> int:
-    """How wide a unit of time is, if an action that takes this much time has this many characters."""
+    """Return the width of a unit of time at which an action of this duration has room for this many characters."""
     return math.ceil(characters / max(time, 1 / MOST_COLUMNS) - 1e-6)
 
 
 def _column(time: float, columns: int) -> int:
-    """The column nearest to a time. Halves are frequent, and sums are not exact: they all go up."""
+    """Return the column nearest to a time. Halves are frequent and sums inexact, so all halves are rounded up."""
     return math.floor(time * columns + 0.5 + 1e-6)
 
 
 def _row(schedule: Schedule, rank: int, timeline: Timeline, columns: int, named: bool, color: bool) -> list[str]:
-    """The text of each column of a rank."""
+    """Return the text of each column of a rank."""
     row = ["." if not named or column % columns == 0 else " " for column in range(_column(timeline.total, columns))]
     own = schedule.stages_of(rank)
     for span in timeline.spans[rank]:
@@ -264,7 +264,7 @@ def _row(schedule: Schedule, rank: int, timeline: Timeline, columns: int, named:
         start, end = _column(span.start, columns), _column(span.end, columns)
         later = own.index(stage)
         name = str(span.action) if named else kind.lower() if later else kind
-        # A gap after a name separates neighbours; without colours, dashes show how long an action takes.
+        # A gap after a name separates neighbors; without colors, dashes show how long an action takes.
         text = (name.ljust(end - start - named, " " if color else "-") + " " * named)[: end - start]
         row[start:end] = [f"\x1b[30;{COLORS[kind][later % 2]}m{piece}\x1b[0m" if color else piece for piece in text]
     return row
@@ -286,8 +286,8 @@ def _legend(schedule: Schedule, named: bool, color: bool, columns: int) -> str:
 
 
 def comparison(rows: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table with a line for each schedule."""
-    lines = ["| schedule | stages per rank | bubble | micro-batches in flight, most |", "|---|---|---|---|"]
+    """Return a Markdown table with a line for each schedule."""
+    lines = ["| schedule | stages per rank | bubble | micro-batches in flight, at most |", "|---|---|---|---|"]
     for row in rows:
         counts = [len(own) for own in row["stages"]]
         held = max(most / count for most, count in zip(row["in_flight"], counts, strict=True))

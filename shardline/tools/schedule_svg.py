@@ -1,4 +1,4 @@
-"""A pipeline schedule as a picture: one SVG file that needs nothing else."""
+"""Draws a pipeline schedule as a self-contained SVG file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CHARACTER = 6.2  # width of a digit at the size of the numbers in boxes
 
 
 def draw(schedule: Schedule, timeline: Timeline, title: str, subtitle: str) -> str:
-    """A row of boxes for each rank; a box shows its micro-batch if there is room, and the whole action on hovering."""
+    """Draw a row of boxes for each rank; a box shows its micro-batch if it fits, and the whole action on hover."""
     unit = min(28.0, max(6.0, 1400 / timeline.total))
-    width = max(LEFT + unit * timeline.total + MARGIN, 980)  # the legend needs as much
+    width = max(LEFT + unit * timeline.total + MARGIN, 980)  # the legend needs this much
     bottom = TOP + ROW * schedule.ranks
     height = bottom + 48
     parts = [

@@ -1,6 +1,6 @@
-"""What the pipeline stages of a config cost: the work of their layers, and the rows that travel to experts.
+"""What the pipeline stages of a config cost: the work of their layers, and the rows sent to experts.
 
-Work is counted as MFU counts it: of its experts, a layer has as many as a token uses; the last stage has the output.
+Work is counted as for MFU: a layer counts only the experts that a token uses, and the last stage includes the output.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class StageCosts(NamedTuple):
     """What each stage holds, first to last, and what its forward pass of a micro-batch costs."""
 
     layers: tuple[tuple[int, ...], ...]
-    with_experts: tuple[int, ...]  # how many of these layers
-    cost: tuple[float, ...]  # its time; the mean is 1
-    transfers: tuple[int, ...]  # how often rows travel between ranks, to experts and back
+    with_experts: tuple[int, ...]  # how many of these layers have experts
+    cost: tuple[float, ...]  # the time of the pass; the mean is 1
+    transfers: tuple[int, ...]  # how often rows are sent between ranks, to experts and back
     sent: tuple[int, ...]  # bytes that a rank sends in them
 
 
@@ -48,7 +48,7 @@ class StagedModel(NamedTuple):
         return plan.schedule
 
     def costs(self, count: int) -> StageCosts:
-        """What `count` stages cost, cut as a run cuts them, with the types of a run on GPUs."""
+        """Return the costs of `count` stages, split as in a run, with the dtypes of a run on GPUs."""
         training, arch, ep = self.config.training, self.arch, self.layout.ep
         stages = cut_stages(self.config, arch, count)
         flops, output = flops_by_part(arch, training.seq_len)
@@ -67,10 +67,10 @@ class StagedModel(NamedTuple):
 
 
 def read_model(config: Config, microbatches: int | None) -> StagedModel:
-    """The model of a config on the fewest ranks that it needs; `microbatches` replace the config's."""
+    """Return the model of a config on the fewest ranks that it needs; `microbatches` overrides the config's number."""
     section = config.parallelism
     if section.pipeline_parallel_degree == 1:
-        raise ConfigError("parallelism.pipeline_parallel_degree = 1: there is no pipeline to draw; give --pp 2 or more")
+        raise ConfigError("parallelism.pipeline_parallel_degree = 1: there is no pipeline to draw; use --pp 2 or more")
     if microbatches is not None:
         batch = microbatches * section.pipeline_parallel_microbatch_size
         config = one_pass(config, batch)

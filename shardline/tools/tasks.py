@@ -1,4 +1,4 @@
-"""`shardline eval --tasks`: the tasks of lm-evaluation-harness, whose model is one of ours."""
+"""`shardline eval --tasks`: run tasks of lm-evaluation-harness on one of our models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardline.storage.atomic import write_atomically
 from shardline.tools.saved_model import device_named, open_model, tokenizer_at
 
 MISSING = "--tasks needs lm-evaluation-harness, which is not installed: pip install 'shardline[eval]'"
-LONGEST_ANSWER = 256  # tokens, where a task names no number
+LONGEST_ANSWER = 256  # tokens, if a task sets no limit
 
 
 def run(
@@ -48,7 +48,7 @@ def run(
     words = tokenizer_at(location, folder, saved.architecture)
     names = [name for name in tasks.split(",") if name.strip()]
     if include_path is not None and not Path(include_path).is_dir():
-        raise UserError(f"--include-path: {include_path} is no folder of task files (YAML)")
+        raise UserError(f"--include-path: {include_path} is not a folder with task files (YAML)")
     manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
@@ -58,7 +58,7 @@ def run(
         found = simple_evaluate(
             model=model, tasks=names, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
         )
-    except (OSError, ConnectionError) as error:  # most often data that is not here and cannot be fetched
+    except (OSError, ConnectionError) as error:  # usually data that is not available locally and cannot be downloaded
         raise UserError(f"--tasks {tasks}: {str(error).splitlines()[0]}") from error
     rows = list(_rows(found["results"], found["versions"]))
     if out is not None:
@@ -71,7 +71,7 @@ def run(
 
 
 def _rows(results: dict[str, dict[str, Any]], versions: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row for each number; its key is METRIC,FILTER, that of its standard error METRIC_stderr,FILTER."""
+    """Yield one row per number. Its key is METRIC,FILTER; that of its standard error is METRIC_stderr,FILTER."""
     for task, numbers in results.items():
         for key, value in numbers.items():
             metric, comma, name = key.partition(",")
@@ -99,9 +99,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def harness_model(model: Decoder, tokenizer: Tokenizer, ends: Sequence[int], batch_size: int) -> Any:
-    """The model as the harness asks it: log-likelihoods of continuations and of texts, and answers.
+    """Return the model with the harness's interface: log-likelihoods of continuations and of texts, and answers.
 
-    The class is made here because its parent comes with the optional package.
+    The class is defined here because its parent class comes with the optional package.
     """
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -148,7 +148,7 @@ def log_likelihoods(
 ) -> list[tuple[float, bool]]:
     """Return each continuation's log-probability after its context, and whether it is the likeliest one.
 
-    The longest come first: what does not fit into memory shows at once. What is too long loses its beginning.
+    The longest pairs come first, so that running out of memory shows at once. Pairs that are too long lose their start.
     """
     order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
     found: dict[int, tuple[float, bool]] = {}
@@ -170,7 +170,7 @@ def log_likelihoods(
 
 
 def answer(model: Decoder, tokenizer: Tokenizer, ends: Sequence[int], context: str, options: dict[str, Any]) -> str:
-    """The text that follows, up to the first of the texts that the task says it ends with."""
+    """Return the generated text up to the first of the task's stop texts."""
     until = options.get("until") or []
     until = [until] if isinstance(until, str) else list(until)
     most = int(options.get("max_gen_toks", LONGEST_ANSWER))

@@ -1,11 +1,11 @@
 """`shardline trace overlap`: how much communication the traces of a run show, and how much of it computation hides.
 
-Times are those of unions of intervals, for each rank, step and mesh dimension, so that nothing counts twice:
+Times are computed from unions of intervals, for each rank, step and mesh dimension, so that nothing counts twice:
 
     communication   [ tp ----------------- ]        [ tp ---- ]
     computation     [ ------------- ]  [ ------- ]
     exposed                          ..             ...........      communication without computation
-    hidden           ................  .....                         the rest of it
+    hidden           ................  .....                         the rest of communication
     idle                                         ...                 neither
 """
 
@@ -23,12 +23,12 @@ from shardline.errors import UserError
 from shardline.tools.intervals import Interval, length, union, within, without
 from shardline.tools.trace_events import RankTrace, read
 
-ALL = "all"  # the row of all dimensions together, where there are several
+ALL = "all"  # the row of all dimensions together, if there are several
 
 
 @dataclass(frozen=True)
 class OverlapRow:
-    """Milliseconds of one step on one rank; without communication, `dim` is None."""
+    """Milliseconds of one step on one rank; `dim` is None if there is no communication."""
 
     rank: int | None
     step: int | None
@@ -62,7 +62,7 @@ def command(traces: Sequence[str], json: bool = False) -> int:
 
 
 def traces_in(path: Path) -> list[Path]:
-    """The file itself; in a folder, such as that of a run, the traces of the last profile."""
+    """Return the file itself, or for a folder, such as a run's, the traces of the last profile."""
     if not path.is_dir():
         return [path]
     newest = max((found.parent for found in path.rglob("rank*_trace.json")), key=_number, default=None)
@@ -76,7 +76,7 @@ def _number(path: Path) -> int:
 
 
 def rows_of(rank: RankTrace) -> list[OverlapRow]:
-    """A row for each step and dimension; a trace that marks no steps is one step."""
+    """Return a row for each step and dimension; a trace without marked steps counts as one step."""
     computing = union((activity.start, activity.end) for activity in rank.computation)
     if not rank.on_gpu:
         computing = without(computing, union((wait.start, wait.end) for wait in rank.waits))
@@ -98,9 +98,9 @@ def rows_of(rank: RankTrace) -> list[OverlapRow]:
 
 
 class StepWindow(NamedTuple):
-    """A step: its number, when the host was in it, and the time that counts as the step.
+    """A step: its number, its interval on the host, and the interval that counts as the step.
 
-    A GPU runs later than the host: its step lasts from the end of the last step to the end of what was launched in it.
+    A GPU runs behind the host: its step lasts from the end of the last step to the end of what was launched in it.
     """
 
     step: int | None
@@ -130,7 +130,7 @@ def windows(rank: RankTrace) -> list[StepWindow]:
 
 
 def table(rows: Sequence[OverlapRow]) -> str:
-    """All rows, in milliseconds, and the mean of each dimension."""
+    """Return all rows, in milliseconds, and the mean of each dimension."""
     names = ("communication", "exposed", "hidden", "hidden %", "compute", "idle")
     lines = ["  ".join([f"{'rank':>4}  {'step':>6}  {'dim':<12}", *(f"{name:>13}" for name in names)])]
     for row in rows:

@@ -1,17 +1,17 @@
-"""Reads from a profiler's trace when one rank computed and when it communicated, over which mesh dimension.
+"""Reads from a profiler's trace when a rank computed, and when and over which mesh dimension it communicated.
 
 Communication is recognized by its process group, never by the name of a kernel:
 
-- a kernel of NCCL carries its process group, or is linked to the call that does; the trace's own table (`shardline`)
-  gives the mesh dimension of that group
-- a kernel or copy that was launched inside one of our labelled ranges belongs to the range's dimension; those of one
-  range are one collective, which lasts from the first to the end of the last
-- a kernel that communicates inside a matrix product has timed itself: it computes, less what it waited, and it
-  communicates while it sends and while it waits, for which its end stands
-- collectives of gloo are in the trace as spans of the host, with their dimension
+- an NCCL kernel carries its process group, or is linked to a call that does; the trace's own table (`shardline`) gives
+  the mesh dimension of that group
+- a kernel or copy launched inside one of our labeled ranges belongs to the range's dimension; all activities of a range
+  form one collective, from the start of the first to the end of the last
+- a kernel that communicates inside a matrix product has timed itself: it computes except while it waited, and it
+  communicates while it sends and while it waits; its waits are placed at its end
+- gloo collectives are in the trace as host spans, with their dimension
 
-Everything else that runs on the GPU is computation. In a trace without GPU, computation is the time that the threads of
-forward and backward spend in operations, less the time in which they wait for communication.
+Everything else that runs on the GPU is computation. In a trace without a GPU, computation is the time that the threads
+of forward and backward spend in operations, minus the time during which they wait for communication.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ STEP = re.compile(r"ProfilerStep#(\d+)")
 
 @dataclass(frozen=True)
 class Activity:
-    """Times in microseconds. The step in which the host launched an activity is the one that it belongs to."""
+    """Times in microseconds. An activity belongs to the step in which the host launched it."""
 
     start: float
     end: float
     launched: float
     name: str = ""
-    thread: Any = None  # of an operation of the host
+    thread: Any = None  # of a host operation
 
 
 class MarkedStep(NamedTuple):
@@ -59,7 +59,7 @@ class MarkedStep(NamedTuple):
 
 @dataclass
 class RankTrace:
-    """The trace of one rank. `steps` are in order; a trace may mark none. `main` is the thread that marked them."""
+    """The trace of one rank. `steps` are in order and may be empty. `main` is the thread that marked them."""
 
     rank: int | None
     on_gpu: bool
@@ -71,7 +71,7 @@ class RankTrace:
 
 
 def read(path: Path) -> RankTrace:
-    """Read one trace; another kind of file is a UserError."""
+    """Read one trace; raise a UserError for any other kind of file."""
     content = _load(path)
     known = content if isinstance(content, dict) else {"traceEvents": content}
     events = known.get("traceEvents")
@@ -89,7 +89,7 @@ def _load(path: Path) -> Any:
             return json.load(file)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
-    except (OSError, EOFError) as error:  # a gzip file that is damaged, too
+    except (OSError, EOFError) as error:  # or a damaged gzip file
         raise UserError(f"{path}: cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged, or not JSON: {error}") from error
@@ -113,7 +113,7 @@ class _TraceReader:
         self.ranges = Ranges(event for event in self._of("user_annotation") if event["name"].startswith(RANGE))
         self.waiting = Ranges(self._of("communication_wait"))
         self.timed = self._timed_kernels()
-        self.collectives: dict[tuple[str, float], list[Activity]] = defaultdict(list)  # by axis, and begin of the range
+        self.collectives: dict[tuple[str, float], list[Activity]] = defaultdict(list)  # by axis and start of the range
         marks = [event for event in self._of("user_annotation") if STEP.fullmatch(event["name"])]
         self.main = marks[0]["tid"] if marks else None
         self.steps = sorted(MarkedStep(self._step(event), event["ts"], event["ts"] + event["dur"]) for event in marks)
@@ -122,7 +122,7 @@ class _TraceReader:
         return [event for kind in kinds for event in self.by_kind[kind]]
 
     def _step(self, event: dict[str, Any]) -> int:
-        """The step of the run: the profiler counts its own from 0, and the table has the step at which it began."""
+        """Return the run's step number: the profiler counts from 0, and the table has the step at which it began."""
         return int(STEP.fullmatch(event["name"])[1]) + int(self.header.get("first_step", 0))  # type: ignore[index]
 
     def rank(self) -> RankTrace:
@@ -143,12 +143,12 @@ class _TraceReader:
 
     @functools.cached_property
     def threads(self) -> set[Any]:
-        """The threads of forward and backward; threads of a backend have operations, too."""
+        """The threads of forward and backward, because a backend's threads have operations too."""
         backward = {event["tid"] for event in self._of("cpu_op") if event["name"].startswith(BACKWARD)}
         return backward | {self.main} if self.main is not None else {event["tid"] for event in self._of("cpu_op")}
 
     def _timed_kernels(self) -> dict[Any, dict[str, Any]]:
-        """The times that kernels noted of themselves, by correlation; nothing where they are not those of the trace."""
+        """Return the times that kernels recorded, by correlation; none if their number differs from the trace's."""
         found: dict[Any, dict[str, Any]] = {}
         noted: list[dict[str, Any]] = self.header.get("kernels", [])
         kernels = sorted(self._of("kernel"), key=lambda event: event["ts"])
@@ -183,7 +183,7 @@ class _TraceReader:
             found.computation.append(activity)
 
     def _axis(self, event: dict[str, Any], args: dict[str, Any], launch: dict[str, Any] | None) -> str | None:
-        """The mesh dimension of a GPU activity; None for computation."""
+        """Return the mesh dimension of a GPU activity; None for computation."""
         call = args if GROUP in args else self.calls.get(args.get("External id"))
         if call is not None:
             return self._axis_of_group(call)
@@ -197,12 +197,12 @@ class _TraceReader:
         by_name = [axis for axis, known in self.axes.items() if str(known["group"]) == name]
         by_members = [axis for axis, known in self.axes.items() if known["ranks"] == members]
         if by_name or by_members:
-            return (by_name or by_members)[0]  # the table names the axes of the mesh before those derived from them
+            return (by_name or by_members)[0]  # the table lists the mesh's own axes before derived ones
         described = str(call.get(DESCRIPTION) or "").removeprefix("mesh_")
         return described if described not in ("", "undefined") else f"group {name}"
 
     def _is_staging(self, event: dict[str, Any], launch: dict[str, Any] | None) -> bool:
-        """Whether a copy moves a tensor of gloo to or from the host; the span of that collective is already counted."""
+        """Whether a copy moves a gloo tensor to or from the host: the collective's span is already counted."""
         if event["cat"] != "gpu_memcpy" or launch is None or not self.by_kind["communication"]:
             return False
         by_backend = self.main is not None and launch["tid"] not in self.threads
@@ -210,7 +210,7 @@ class _TraceReader:
 
 
 class Ranges:
-    """Finds the innermost event of a thread at a moment; the thread `None` stands for all threads together."""
+    """Finds the innermost event of a thread at a given time; the thread `None` stands for all threads together."""
 
     def __init__(self, events: Iterable[dict[str, Any]]) -> None:
         self.events: dict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -252,7 +252,7 @@ def _host(event: dict[str, Any]) -> Activity:
 
 
 def _ranks(given: Any) -> list[int] | None:
-    """The ranks of a group, None if torch did not write all: it writes a list or its text, and shortens long ones."""
+    """Return the ranks of a group. torch writes a list or its text, and shortens long ones; None for those."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

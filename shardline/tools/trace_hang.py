@@ -1,6 +1,6 @@
-"""`shardline trace hang`: the flight recorders of all ranks beside each other, and where they part.
+"""`shardline trace hang`: compare the flight recorders of all ranks and find where they diverge.
 
-For each group of ranks, the first collective that not all of them have done:
+It prints, for each group of ranks, the first collective that not all of them have completed:
 
     tp, ranks 0-3: all have done call 811, all_gather over tp of (4, 512) float32
       call 812, all_reduce over tp of (4, 512) float32, step 17
@@ -29,7 +29,7 @@ STATES = ("waiting", "issued", "done", "other", "not arrived", "no file")
 
 
 class FlightFile(BaseModel):
-    """What the recorder of one rank wrote."""
+    """What one rank's flight recorder wrote."""
 
     rank: int
     host: str
@@ -40,7 +40,7 @@ class FlightFile(BaseModel):
     collectives: list[tuple[str, int, str, int, int, float, float, float]]
 
     def flights(self) -> dict[str, dict[int, Flight]]:
-        """By axis and number."""
+        """Return the collectives by axis and number."""
         found: dict[str, dict[int, Flight]] = {}
         for row in self.collectives:
             found.setdefault(row[0], {})[row[1]] = Flight(*row)
@@ -49,7 +49,7 @@ class FlightFile(BaseModel):
 
 @dataclass(frozen=True)
 class Parting:
-    """The first collective of a group that not all of its ranks have done; `ranks` are sorted by how far they came."""
+    """The first collective of a group that not all of its ranks have completed; `ranks` groups them by state."""
 
     axis: str
     members: Members
@@ -57,9 +57,9 @@ class Parting:
     tag: str
     step: int
     since: float  # when the first rank issued it
-    ranks: dict[str, list[int]]  # by the names of STATES
-    others: dict[int, str]  # what ranks did under the same number, where that is something else
-    done_by_all: int  # number of the last one that all have done; 0 where none is known
+    ranks: dict[str, list[int]]  # by state, see STATES
+    others: dict[int, str]  # ranks that did another collective under the same number
+    done_by_all: int  # number of the last one that all have completed; 0 if unknown
 
 
 def command(run: str, json: bool = False) -> int:
@@ -74,18 +74,18 @@ def command(run: str, json: bool = False) -> int:
     for one in found:
         print("\n".join(["", *lines(one, files)]))
     if not found:
-        print("every collective that was issued is done on all ranks that wrote a file")
+        print("every issued collective is done on all ranks that wrote a file")
     return 0
 
 
 def read_files(path: Path) -> dict[int, FlightFile]:
-    """The recorders' files in a folder, or in that of a run, by rank."""
+    """Return the recorders' files in a folder or in a run, by rank."""
     inside = path / Comm().save_traces_folder
     folder = inside if inside.is_dir() else path
     files = [found for found in sorted(folder.glob("*.json")) if re.search(r"\d+\.json$", found.name)]
     if not files:
         raise UserError(
-            f"{path} holds no files of flight recorders: a hang writes them into comm.save_traces_folder of the run,"
+            f"{path} holds no flight recorder files: a hang writes them to the run's comm.save_traces_folder,"
             " and so does SIGUSR2 to its launcher or to a rank"
         )
     read: dict[int, FlightFile] = {}
@@ -93,20 +93,20 @@ def read_files(path: Path) -> dict[int, FlightFile]:
         try:
             file = FlightFile.model_validate_json(found.read_bytes())
         except (ValidationError, OSError) as error:
-            raise UserError(f"{found} is not a file of the flight recorder: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{found} is not a flight recorder file: {str(error).splitlines()[0]}") from error
         read[file.rank] = file
     return read
 
 
 def partings(files: Mapping[int, FlightFile]) -> Iterator[Parting]:
-    """One for each group of ranks with a collective that is not done everywhere."""
+    """Yield one for each group of ranks with a collective that is not done on all of them."""
     flights = {rank: file.flights() for rank, file in files.items()}
     groups = {(axis, members) for file in files.values() for axis, members in file.members.items()}
     groups |= {(axis, tuple(sorted(files))) for of in flights.values() for axis in of if not _known(axis, groups)}
     for axis, members in sorted(groups):
         of = {rank: flights[rank].get(axis, {}) for rank in members if rank in files}
         open_ones = [number for calls in of.values() for number, call in calls.items() if not call.done]
-        behind = [max(calls, default=0) + 1 for calls in of.values()]  # the next one of each rank
+        behind = [max(calls, default=0) + 1 for calls in of.values()]  # each rank's next collective
         furthest = max((max(calls, default=0) for calls in of.values()), default=0)
         number = min([*open_ones, *(one for one in behind if one <= furthest)], default=0)
         if number:
@@ -141,7 +141,7 @@ def _state(rank: int, number: int, tag: str, of: Mapping[int, Mapping[int, Fligh
 
 
 def lines(one: Parting, files: Mapping[int, FlightFile]) -> Iterator[str]:
-    """The text of a parting, as the head of this file shows it."""
+    """Yield the text of a parting, as shown at the top of this file."""
     of = f"{one.axis}, {numbered('rank', one.members)}"
     yield f"{of}: all have done call {one.done_by_all}" if one.done_by_all else of
     yield f"  call {one.number}, {one.tag}, step {one.step}, issued {_clock(one.since)}"

@@ -4,9 +4,9 @@
     attention                 [-]
     idle                     ..               .           nothing runs on the GPU
 
-A kind's time is the sum over its kernels: those of two streams may run at the same time, and all kinds together take
-longer than the step then. Kernels of communication are known by their process group, all others by their names. Without
-a GPU the kinds are those of the main thread's operations, each without the time of operations that it calls.
+A kind's time is the sum over its kernels. Kernels of two streams may run at the same time; then all kinds together take
+longer than the step. Communication kernels are recognized by their process group, all others by their names. Without a
+GPU the kinds are those of the main thread's operations, each without the time of the operations that it calls.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shardline.tools.trace_events import Activity, RankTrace, read
 from shardline.words import counted, numbered
 
 COLLECTIVES, OTHER = "collectives", "other"
-# The first pattern found in a name counts. Names of compiled kernels list the operations that are fused in them, and
-# names of attention kernels the library that they are built with, so both come before the products.
+# The first matching pattern counts. Names of compiled kernels list the operations fused into them, and names of
+# attention kernels the library they are built with, so both come before the products.
 KINDS: tuple[tuple[str, str], ...] = (
     (COLLECTIVES, r"nccl|c10d|gloo"),
     ("optimizer and clipping", r"multi_tensor_apply|adam|squares_kernel|_foreach_|linalg_vector_norm"),
@@ -59,7 +59,7 @@ KINDS: tuple[tuple[str, str], ...] = (
 
 @dataclass
 class Amount:
-    """Milliseconds and launches, of one step on average once `StepTimes` is complete."""
+    """Milliseconds and launches; averages per step once `StepTimes` is complete."""
 
     ms: float = 0.0
     launches: float = 0.0
@@ -71,7 +71,7 @@ class Amount:
 
 @dataclass
 class StepTimes:
-    """The mean step of all traces; `idle` counts gaps in place of launches."""
+    """The mean step of all traces; `idle` counts gaps instead of launches."""
 
     on_gpu: bool
     ranks: list[int]
@@ -96,7 +96,7 @@ def kind_of(name: str) -> str:
 
 
 def times_of(ranks: Sequence[RankTrace]) -> StepTimes:
-    """The mean over all steps of all ranks. A kernel belongs to the step in which the host launched it."""
+    """Return the mean over all steps of all ranks. A kernel belongs to the step in which the host launched it."""
     times = StepTimes(any(rank.on_gpu for rank in ranks), [rank.rank for rank in ranks if rank.rank is not None])
     for rank in ranks:
         timed = _on_gpu(rank) if rank.on_gpu else _on_host(rank)
@@ -127,14 +127,14 @@ def _on_gpu(rank: RankTrace) -> list[Timed]:
 
 
 def _on_host(rank: RankTrace) -> list[Timed]:
-    """Operations and waits of the main thread, each without what runs inside it."""
+    """Return the operations and waits of the main thread, each without the time of what runs inside it."""
     busiest = Counter(activity.thread for activity in rank.computation).most_common(1)
     main = rank.main if rank.main is not None or not busiest else busiest[0][0]
     kinds = [(COLLECTIVES, wait) for wait in rank.waits]
     kinds += [(kind_of(activity.name), activity) for activity in rank.computation if activity.thread == main]
     kinds.sort(key=lambda pair: (pair[1].start, -pair[1].end))
     spent = [activity.end - activity.start for _, activity in kinds]
-    around: list[int] = []  # the operations that run at the moment, each inside the one before
+    around: list[int] = []  # the operations in progress, each inside the previous one
     for number, (_, activity) in enumerate(kinds):
         while around and kinds[around[-1]][1].end <= activity.start:
             around.pop()
@@ -154,7 +154,7 @@ def table(times: StepTimes, top: int) -> str:
     lines += [_line(times, amount, "", kind) for kind, amount in _sorted(times.kinds)]
     lines.append(_line(times, times.idle, "", f"{gaps} (launches: gaps)"))
     if top:
-        lines += ["", _header(f"{'kind':<24}", f"{what} that take most time")]
+        lines += ["", _header(f"{'kind':<24}", f"{what} that take the most time")]
         for (kind, name), amount in _sorted(times.kernels)[:top]:
             lines.append(_line(times, amount, f"{kind:<24}", f"{name:.100}"))
     return "\n".join(lines)

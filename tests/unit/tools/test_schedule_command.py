@@ -272,7 +272,7 @@ def test_comparison_of_a_config_leaves_out_what_cannot_be_cut(capsys, run_file):
     assert all(row["bubble"] > row["closed_form"] + 0.01 for row in rows)
     assert "note: ZBVZeroBubble is left out: 6 layers" in streams.err
     assert main(["schedule", run_file(), "--pp", "9", "--compare"]) == 2
-    assert "cannot be cut for any schedule" in capsys.readouterr().err
+    assert "cannot be split into stages for any schedule" in capsys.readouterr().err
 
 
 @given(

@@ -54,14 +54,14 @@ def test_the_ring_keeps_the_last_ones_and_a_quiet_end_is_said(tmp_path, capsys):
     assert [number for _, number, *_ in files[0].collectives] == [4, 5]
     assert list(partings(files)) == []
     main(["trace", "hang", str(tmp_path)])
-    assert "every collective that was issued is done" in capsys.readouterr().out
+    assert "every issued collective is done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"rank": "x"}', "[" * 5000])
 def test_a_file_that_is_none(tmp_path, capsys, text):
     (tmp_path / "rank_0.json").write_text(text)
     assert main(["trace", "hang", str(tmp_path)]) == 2
-    assert "rank_0.json is not a file of the flight recorder" in capsys.readouterr().err
+    assert "rank_0.json is not a flight recorder file" in capsys.readouterr().err
 
 
 def test_a_folder_without_files(tmp_path, capsys):
