@@ -252,6 +252,7 @@ class PassModel:
             gather = [Sent("tp", "all_gather", stream)] if workload.sequence_parallel else []
             sent = self._visible([*gather, *sums])
             back_sent = self._visible([Sent("tp", self._to_stream, stream)])
+        host = self._host(False)
         return PartCosts(
             Costs(ahead + logits / 3, sent, host * self.traits.host_forward),
             Costs(back + logits * 2 / 3, back_sent, host * (1 - self.traits.host_forward)),
