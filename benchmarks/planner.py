@@ -38,6 +38,7 @@ from shardline.plan.check import judge
 from shardline.plan.hardware import GIB, find_profile
 
 OWN = Path(__file__).parent / "planner_own.toml"
+FILES = "measured_layouts.json", "failed_layouts.json"
 SINGLE_GROUPS = ("torchao", "simumax-b200")
 FIT_OF = 10, 6  # of ten groups, six are fitted to
 
@@ -305,8 +306,8 @@ def main() -> None:
         return
     if options.data is None:
         sys.exit("--data DIR is missing: the folder with measured_layouts.json")
-    if not (options.data / "measured_layouts.json").is_file():
-        sys.exit(f"{options.data}: has no measured_layouts.json")
+    if not any((options.data / name).is_file() for name in FILES):
+        sys.exit(f"{options.data}: has neither {' nor '.join(FILES)}")
     if options.fit:
         write_fitted({"all": fit(options.data, lambda row: True), "fit": fit(options.data, is_fitted_to)})
     if options.cross:
@@ -314,6 +315,9 @@ def main() -> None:
         print(json.dumps(crossed, indent=1) if options.json else cross_table(crossed))
         return
     found = report(options.data)
+    for name in FILES:
+        if not (options.data / name).is_file():
+            print(f"{options.data}: has no {name}", file=sys.stderr)
     print(json.dumps(found, indent=1) if options.json else table(found))
 
 

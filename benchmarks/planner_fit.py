@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardline.plan.traits import Traits
 Chosen = Callable[[Measured], bool]
 FOLDS = 3  # of models, and of numbers of GPUs, that are left out in turn
 PULL = 0.03  # how far a row's logarithm of error counts as much as a constant that is e times what its table says
+POOLED = 40  # rows of one source, about, that constants of an unknown trainer are fitted to
 ROUNDS = 2  # which version of a trainer measured a row is deduced again from the constants of the first round
 
 
@@ -33,8 +35,8 @@ def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str
         for trainer, table in TRAINERS.items():
             if only is not None and not any(_uses(other, trainer) or _uses(trainer, other) for other in only):
                 continue
-            own = [row for row in rows if _uses(row.trainer, trainer)]
-            exact = [row for row in own if row.trainer == trainer]
+            own = _pool(rows) if table.get("pooled") else [row for row in rows if _uses(row.trainer, trainer)]
+            exact = own if table.get("pooled") else [row for row in own if row.trainer == trainer]
             for names, used, predict, target in (
                 (
                     table.get("fit", ()),
@@ -49,6 +51,16 @@ def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str
                     found[trainer] = {**found.get(trainer, {}), **values}
                     use_constants(found)
     return found
+
+
+def _pool(rows: Sequence[Measured]) -> list[Measured]:
+    """Rows of every source, as many of a large one as of a small one, as if an unknown trainer had measured them."""
+    sources: dict[str, list[Measured]] = {}
+    for row in rows:
+        if not (row.stalled or TRAINERS[row.trainer].get("faulty")):
+            sources.setdefault(row.dataset, []).append(row)
+    chosen = [row for own in sources.values() for row in own[:: max(1, len(own) // POOLED)]]
+    return [replace(row, trainer="default") for row in chosen]
 
 
 def _uses(trainer: str, base: str) -> bool:

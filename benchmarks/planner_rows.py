@@ -76,8 +76,7 @@ def read_rows(folder: Path, unknown: str = "") -> tuple[list[Measured], list[tup
     A dataset may count as one of an unknown trainer.
     """
     found, left_out = [], []
-    rows = _listed(folder / "measured_layouts.json")
-    for row in rows:
+    for row in _listed(folder / "measured_layouts.json"):
         try:
             one = measured(row, "default" if unknown and row.get("dataset") == unknown else None)
             found.append(predicted(one))
@@ -134,11 +133,8 @@ def pass_seconds(row: Measured) -> float:
 
 def read_failed(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
     """Layouts that crashed or ran out of memory, and those about which too little is known, with the reason."""
-    path = folder / "failed_layouts.json"
-    if not path.exists():
-        return [], []
     found, left_out = [], []
-    for row in _listed(path):
+    for row in _listed(folder / "failed_layouts.json"):
         try:
             found.append(predicted(measured(_full(row))))
         except UNKNOWN as error:
@@ -146,30 +142,39 @@ def read_failed(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any]
     return found, left_out
 
 
-def _listed(path: Path) -> list[dict[str, Any]]:
-    data = json.loads(path.read_text())
-    return data["rows"] if isinstance(data, dict) else data
+def _listed(path: Path) -> list[Any]:
+    """The rows of a file, by themselves or under `rows`; none where there is no such file."""
+    if not path.is_file():
+        return []
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is no JSON: {error}") from error
+    rows = data.get("rows", []) if isinstance(data, dict) else data
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: has no list of rows")
+    return rows
 
 
 def _full(row: dict[str, Any]) -> dict[str, Any]:
     """A failed layout with what the sweep's rows say of themselves."""
-    full = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096, **row}
+    known = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096}
+    known |= {"zero_stage": 0, "ac": "none"}
+    full = known | {key: value for key, value in row.items() if value is not None}
     full["gpus"] = row.get("gpus") or 8 * int(row["nodes"])
-    full["zero_stage"] = int(row.get("zero_stage") or 0)
-    full["ac"] = row.get("ac") or "none"
     if re.fullmatch(r"[\d.]+B", str(row.get("model"))):
         full["model"] = f"Llama-like {row['model']}"
     return full
 
 
 def measured(row: dict[str, Any], trainer: str | None = None) -> Measured:
+    row = with_numbers(row)
     trainer = trainer or trainer_of(row)
     table = TRAINERS[trainer]
     hardware = find_profile(gpu_name(str(row.get("gpu_type", ""))))
     if "40gb" in str(row.get("gpu_type", "")).lower():
         hardware = find_profile("a100_40gb")
-    checked_numbers(row)
-    arch = architecture(row)
+    arch, share_of_experts = architecture(row)
     layout, micro, count = degrees(row)
     zero = int(row.get("zero_stage") if row.get("zero_stage") is not None else table.get("zero", 1))
     if row.get("fsdp") and zero < 2:
@@ -190,6 +195,7 @@ def measured(row: dict[str, Any], trainer: str | None = None) -> Measured:
         sequence_parallel=bool(row.get("sequence_parallel", table.get("sequence_parallel", True))) and layout.tp > 1,
         reshard=zero == 3,
         ring=layout.cp > 1,
+        expert_share=share_of_experts,
         lora_rank=16 if "lora" in str(row.get("model", "")).lower() else 0,
     )
     if trainer == "nanotron":
@@ -197,13 +203,18 @@ def measured(row: dict[str, Any], trainer: str | None = None) -> Measured:
     return Measured(row, workload, hardware, trainer, measured_speed(row), row.get("mem_gib"))
 
 
-COUNTS = ("seq_len", "tp", "pp", "cp", "ep", "vp", "micro_batch", "global_batch", "grad_accum", "fsdp", "nodes")
+COUNTS = ("gpus", "seq_len", "tp", "pp", "cp", "ep", "vp", "micro_batch", "global_batch", "grad_accum", "fsdp", "nodes")
+COUNTS += ("zero_stage",)
 RESULTS = ("tokens_per_s_per_gpu", "mem_gib", "step_time_s")
 
 
-def checked_numbers(row: dict[str, Any]) -> None:
-    """Counts are whole numbers and results positive, where they are given; a count of 0 is taken as not given."""
-    for key in (*COUNTS, "gpus", *FIELDS):
+def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with numbers where they stand as text.
+
+    Counts are whole numbers and results positive, where they are given; a count of 0 is taken as not given.
+    """
+    row = {key: _plain(value) if key in (*COUNTS, *RESULTS, *FIELDS) else value for key, value in row.items()}
+    for key in (*COUNTS, *FIELDS):
         value = row.get(key)
         if value is not None and (not _is_number(value) or value != int(value) or not 0 <= value <= MOST):
             raise ValueError(f"{key} = {value!r} is no count")
@@ -213,6 +224,17 @@ def checked_numbers(row: dict[str, Any]) -> None:
             raise ValueError(f"{key} = {value!r} is no positive number")
     if not row.get("gpus") or not row.get("seq_len"):
         raise ValueError("gpus or seq_len is missing")
+    return row
+
+
+def _plain(value: Any) -> Any:
+    """The number that a text is, None where it is empty."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().replace(",", "")
+    if text.lower() in ("", "null", "none", "nan", "n/a", "-"):
+        return None
+    return float(text) if re.fullmatch(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?", text) else value
 
 
 MOST = 10**8
@@ -231,6 +253,10 @@ def measured_speed(row: dict[str, Any]) -> float | None:
     return None
 
 
+# Cards without a profile of their own, and the nearest that has one: the same chip, or its last version.
+NEAREST = {"gh200": "h200", "h800": "h100", "a800": "a100", "mi325x": "mi300x", "4090": "rtx4090"}
+
+
 def gpu_name(text: str) -> str:
     plain = text.lower()
     for name in (
@@ -245,11 +271,11 @@ def gpu_name(text: str) -> str:
         "a100",
         "a800",
         "mi300x",
-        "mi250",
+        "mi325x",
         "4090",
     ):
         if name in plain:
-            return {"gh200": "h200", "h800": "h100", "a800": "a100", "4090": "rtx4090"}.get(name, name)
+            return NEAREST.get(name, name)
     raise ValueError(f"unknown GPU {text!r}")
 
 
@@ -316,9 +342,10 @@ def stages_per_rank(row: dict[str, Any], arch: Architecture, layout: Layout) -> 
     return vp if layout.pp > 1 and arch.n_layers >= vp * layout.pp else 1
 
 
-def architecture(row: dict[str, Any]) -> Architecture:
-    known = known_model(str(row.get("model", "")))
-    fields: dict[str, Any] = dict(known)
+def architecture(row: dict[str, Any]) -> tuple[Architecture, float]:
+    """The model, and the share of the stream's width that its experts work with."""
+    fields = known_model(str(row.get("model", "")))
+    share_of_experts = fields.pop("expert_share", 1.0)
     for key, name in FIELDS.items():
         if row.get(key) is not None:
             fields[name] = int(row[key])
@@ -340,7 +367,7 @@ def architecture(row: dict[str, Any]) -> Architecture:
         fields.setdefault("activation", "gelu_tanh")
     if "nanotron" in trainer_of(row):
         fields["tie_word_embeddings"] = fields["ffn_dim"] < 10_000
-    return build(fields)
+    return build(fields), share_of_experts
 
 
 FIELDS = {

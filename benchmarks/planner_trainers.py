@@ -15,10 +15,13 @@ FITTED = HERE / "planner_fitted.toml"
 
 
 def trainer_of(row: dict[str, Any]) -> str:
-    name = f"{row.get('dataset', '')} {row.get('source', '')}".lower()
-    return next(
-        (key for key, table in TRAINERS.items() if any(word in name for word in table.get("match", ()))), "default"
-    )
+    """The trainer whose word is in the dataset's name, or else in the source's, the longest word first."""
+    for key in ("dataset", "source"):
+        name = str(row.get(key) or "").lower()
+        found = [(len(word), trainer) for trainer, table in TRAINERS.items() for word in table.get("match", ()) if word in name]
+        if found:
+            return max(found)[1]
+    return "default"
 
 
 @cache
