@@ -290,7 +290,7 @@ class Architecture(Section):
     qk_norm: bool = Field(default=False, description="Norm of queries and keys, of norm_kind and without bias.")
     qk_norm_over: Literal["head", "each_head", "width"] = Field(
         default="head",
-        description="head: each head, with a shared weight; each_head: with its own weight; width: all heads together.",
+        description="head: each head, with a shared weight; each_head: with its own; width: all heads together.",
     )
     rotated_norm: bool = Field(
         default=False, description="RMS norm without weights on each query and key head that was rotated."
