@@ -90,8 +90,8 @@ def at_own_pace(settings, pauses):
         return read
 
 
-def paced(harness, folder, pauses, **more):
-    keys = {f"fault_tolerance.{name}": value for name, value in more.items()}
+def paced(harness, folder, pauses, changes=None, **more):
+    keys = {f"fault_tolerance.{name}": value for name, value in more.items()} | (changes or {})
     run = case("paced", ASYNC | keys, ddp=2)
     settings = harness.settings(run.overrides, 2) | {"job.dump_folder": str(folder)}
     read = harness.pool.run(2, at_own_pace, settings, pauses)
@@ -133,6 +133,16 @@ def test_a_resumed_run_continues(harness, tmp_path, layout):
     resumed = runs.train("resumed")
     assert losses(resumed) == losses(whole)
     assert_same(tensors(whole, 4), tensors(resumed, 4), "resumed")
+
+
+def test_a_run_is_resumed_after_a_step_that_was_late(harness, tmp_path):
+    """Its learning rate was smaller than that of the schedule, which is what a resume compares."""
+    saving = {"checkpoint.enable": True, "checkpoint.last_save_model_only": False}
+    for steps in (2, 4):
+        more = saving | {"training.steps": steps, "lr_scheduler.total_steps": 4}
+        _, rows = paced(harness, tmp_path / "run", (0.0, 0.3), changes=more)
+        assert rows[1]["staleness"] == 1
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
 def test_a_synchronous_run_resumes_what_workers_have_saved(harness, tmp_path):
