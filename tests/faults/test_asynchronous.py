@@ -1,4 +1,4 @@
-"""Asynchronous workers that are asked to stop or to save, or that are killed, and go on: no sample is lost or read twice."""
+"""Asynchronous workers that stop, save or are killed, and go on: no sample is lost or read twice."""
 
 from __future__ import annotations
 
