@@ -84,4 +84,18 @@ ASYNCHRONOUS = [
         "ticket = tickets.take(no_requests())",
         "tests/faults/test_asynchronous.py::test_workers_save_when_they_are_asked_and_go_on_from_there",
     ),
+    Change(
+        "asynchronous: each worker moves the biases of routers by its own counts",
+        FOLDER + "server.py",
+        "self.balance(self.biases, totals(reports))",
+        "self.balance(self.biases, list(reports[-1].sums))",
+        f"{UNIT}biases_of_routers_move_once_a_step_by_the_counts_of_all",
+    ),
+    Change(
+        "asynchronous: biases of routers are not pulled",
+        FOLDER + "server.py",
+        "kept = self.biases if biases else []",
+        "kept = [torch.zeros_like(bias) for bias in self.biases] if biases else []",
+        f"{RUNS}one_worker_is_synchronous_training",
+    ),
 ]

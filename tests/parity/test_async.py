@@ -64,7 +64,8 @@ def slow(*values):
 )
 def test_without_staleness_workers_are_synchronous(harness, tmp_path, changes, degrees):
     """Weights and the state of the optimizer, as checkpoints have them."""
-    same = {key: value for key, value in changes.items() if key != "training.local_batch_size"}
+    cut = ("training.local_batch_size", *cases.ep(2))
+    same = {key: value for key, value in changes.items() if key not in cut}
     alone = Runs(harness, tmp_path, UNCLIPPED | same, {}).train("alone")
     workers = Runs(harness, tmp_path, UNCLIPPED | SYNCHRONOUS | changes, degrees).train("workers")
     assert losses(workers) == pytest.approx(losses(alone), rel=1e-4)
