@@ -110,8 +110,11 @@ def paced(harness, folder, pauses, changes=None, **more):
     return read, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_slow_worker_reads_less_and_no_sample_is_lost(harness, tmp_path):
-    read, rows = paced(harness, tmp_path / "run", (0.0, 0.15))
+@pytest.mark.parametrize("changes", [{}, slow(cases.EXPERTS)], ids=["dense", "experts"])
+def test_a_slow_worker_reads_less_and_no_sample_is_lost(harness, tmp_path, changes):
+    """After their last step all have the same weights, and the same biases of routers."""
+    changes = changes | {"debug.check_replicas_freq": STEPS}
+    read, rows = paced(harness, tmp_path / "run", (0.0, 0.15), changes=changes)
     assert sorted(read[0] + read[1]) == list(range(STEPS * GLOBAL_BATCH))
     assert len(read[0]) > len(read[1]) > 0
     shares = [sum(row["contributions"][worker] for row in rows) for worker in "01"]
