@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.hosts import missing, two_hosts  # noqa: E402
+from tests.hosts import joined_hosts, missing  # noqa: E402
 
 DDP = ["--parallelism.data_parallel_replicate_degree=2"]
 FSDP = ["--parallelism.data_parallel_shard_degree=2"]
@@ -81,14 +81,14 @@ def words(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def places(rate: str) -> Iterator[tuple[str, list[Start], str]]:
+def places(rate: str, count: int = 2) -> Iterator[tuple[str, list[Start], str]]:
     """The first rank's address, a function for each rank that starts a process on its host, and the link."""
     reason = missing()
     if reason:
-        yield "127.0.0.1", [start_here, start_here], f"127.0.0.1, unshaped ({reason})"
+        yield "127.0.0.1", [start_here] * count, f"127.0.0.1, unshaped ({reason})"
         return
-    with two_hosts(rate=rate) as (a, b):
-        yield a.address, [a.start, b.start], rate
+    with joined_hosts(count, rate) as hosts:
+        yield hosts[0].address, [host.start for host in hosts], rate
 
 
 def start_here(command: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[str]:
@@ -99,13 +99,13 @@ def run(options: argparse.Namespace, variant: list[str], address: str, starts: l
     """The rows of one run's metrics.jsonl."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
-        both(["-m", "shardline", "train", *words(options, folder), *variant], address, starts)
+        on_all(["-m", "shardline", "train", *words(options, folder), *variant], address, starts)
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def both(program: list[str], address: str, starts: list[Start]) -> str:
-    """Run a program as two ranks, to its end; returns what rank 0 printed."""
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+def on_all(program: list[str], address: str, starts: list[Start]) -> str:
+    """Run a program as one rank on each host, to its end; returns what rank 0 printed."""
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(starts))}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     jobs = []
     for rank, start in enumerate(starts):
@@ -208,7 +208,7 @@ def main() -> None:
             line, sent = summary(rows), rows[-1]["comm_bytes"]
             line["mib_sent"] = sum(size for axis, size in sent.items() if axis.startswith("dp_")) / 2**20
             pieces = json.dumps(pieces_of(name, sent, options))
-            line["comm_seconds"] = json.loads(both([str(Path(__file__)), "--measure", pieces], address, starts))
+            line["comm_seconds"] = json.loads(on_all([str(Path(__file__)), "--measure", pieces], address, starts))
             line["hidden"] = 1 - line["dp_exposed_seconds"] / line["comm_seconds"]
             print(json.dumps({"variant": name} | {k: round(v, 4) for k, v in line.items()}), flush=True)
 

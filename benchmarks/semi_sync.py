@@ -1,20 +1,26 @@
-"""What workers that meet now and then send, wait for and learn, on two hosts with a shaped link.
+"""What workers that meet now and then, or never wait, send and learn, on two or more hosts with shaped links.
 
-    python benchmarks/semi_sync.py                              # root and iproute2: two network namespaces, 100 Mbit/s
+    python benchmarks/semi_sync.py                              # root and iproute2: network namespaces, 100 Mbit/s
     python benchmarks/semi_sync.py --rate 1gbit --variants ddp diloco
     python benchmarks/semi_sync.py --variants ddp async --paces 0.2 0.4   # one host at half the speed of the other
+    python benchmarks/semi_sync.py --hosts 3 --variants ddp async --paces 0.2 0.2 0.4     # a link each to a switch
     python benchmarks/semi_sync.py --steps 2000 --rate none -- --training.seed=1   # words after -- go to every run
 
-One rank per host, one thread each; the demo's model and text. One JSON line per variant:
+One rank per host, one thread each; the demo's model and text. All variants train on the same tokens, in the same order,
+and are validated once, after the last step. One JSON line per variant, with the machine, its load and the versions:
 
     step_seconds       mean over all steps but the first ones, meetings included
     samples_per_second of all workers together
-    bytes_per_token    all that a rank sends, over the tokens of the global batch
+    tokens             of all workers together, from the first step to the last one
+    bytes_per_token    all that rank 0 sends, over the tokens of the global batch
     fewer_bytes        ddp's bytes per token over these
     hidden             share of the time of the exchanges in which rank 0 went on training
     loss               mean of the last tenth of the steps (of all workers, over all targets)
     against_ddp        loss over that of ddp, less 1
-    validation         the last validation loss (of the global weights)
+    validation         validation loss after the last step (of the global weights)
+    validation_against_ddp   the same over that of ddp, less 1
+    staleness          async: steps by which the oldest contribution of a step was late, as a mean over the steps
+    contributions      async: how many each worker made
 
 Without root the ranks communicate over 127.0.0.1, unshaped; the first line says so.
 """
@@ -24,7 +30,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -33,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.dp_overlap import both, places, start_here  # noqa: E402
+from benchmarks.dp_overlap import on_all, places, start_here  # noqa: E402
 
 FT = "--fault_tolerance."
 DILOCO = ["--parallelism.data_parallel_mode=diloco"]
@@ -56,12 +64,13 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
 def words(options: argparse.Namespace, folder: Path) -> list[str]:
     return [
         "--preset=demo",
-        "--parallelism.data_parallel_replicate_degree=2",
+        f"--parallelism.data_parallel_replicate_degree={options.hosts}",
         f"--training.steps={options.steps}",
         f"--training.local_batch_size={options.batch}",
         "--metrics.log_freq=1",
         "--validation.enable",
         f"--validation.freq={options.steps}",
+        f"--validation.steps={options.validation_steps}",
         f"--job.dump_folder={folder}",
         *([f"--experimental.custom_import={ROOT / 'benchmarks' / 'slow_host.py'}"] if options.paces else []),
         *options.words,
@@ -71,36 +80,65 @@ def words(options: argparse.Namespace, folder: Path) -> list[str]:
 def run(options: argparse.Namespace, variant: list[str], address: str, starts: list[Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
-        both(["-m", "shardline", "train", *words(options, folder), *variant], address, starts)
+        on_all(["-m", "shardline", "train", *words(options, folder), *variant], address, starts)
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def summary(rows: list[dict[str, Any]], seq_len: int = 128) -> dict[str, float | None]:
+def machine() -> dict[str, Any]:
+    """Where and by what a result was measured."""
+    import torch
+
+    from shardline.run.device import device_name
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "machine": device_name(torch.device("cpu")),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def summary(rows: list[dict[str, Any]], seq_len: int = 128) -> dict[str, Any]:
     steps = [row for row in rows if "loss" in row]
     later, ends = steps[3:], steps[-max(1, len(steps) // 10) :]
     comm, waited = steps[-1].get("outer_comm_seconds", 0), steps[-1].get("outer_exposed_seconds", 0)
     seconds = statistics.fmean(row["step_seconds"] for row in later)
     tokens = (later[-1]["tokens"] - steps[2]["tokens"]) / len(later)
-    return {
+    found: dict[str, Any] = {
         "step_seconds": seconds,
         "samples_per_second": tokens / seconds / seq_len,
+        "tokens": steps[-1]["tokens"],
         "bytes_per_token": sum(sum(row["comm_bytes"].values()) for row in steps) / steps[-1]["tokens"],
         "hidden": 1 - waited / comm if comm else None,
         "loss": statistics.fmean(row["loss"] for row in ends),
         "validation": next((row["validation_loss"] for row in reversed(rows) if "validation_loss" in row), None),
     }
+    if "staleness" in steps[-1]:
+        found["staleness"] = statistics.fmean(row["staleness"] for row in steps)
+        made = [row["contributions"] for row in steps]
+        found["contributions"] = {worker: sum(one[worker] for one in made) for worker in made[0]}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+")
     parser.add_argument("--rate", default="100mbit", help='of the link, as tc writes it; "none": 127.0.0.1')
+    parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sync-steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=4, help="sequences of each worker")
+    parser.add_argument("--validation-steps", type=int, default=20, help="batches of each host in the validation")
     parser.add_argument("words", nargs="*", help="settings for every run, after --")
-    parser.add_argument("--paces", type=float, nargs=2, help="seconds of forward and backward on each host, at least")
+    parser.add_argument("--paces", type=float, nargs="+", help="seconds of forward and backward on each host, at least")
     options = parser.parse_args()
+    if options.steps < 4 or options.hosts < 2:
+        sys.exit("--steps: at least 4, the first three are not counted; --hosts: at least 2")
+    if options.paces and len(options.paces) != options.hosts:
+        sys.exit(f"--paces: {len(options.paces)} given for --hosts {options.hosts}")
     if options.paces:
         os.environ["SEMI_SYNC_PACES"] = " ".join(map(str, options.paces))
     known = variants(options)
@@ -108,25 +146,28 @@ def main() -> None:
     if unknown:
         sys.exit(f"--variants: {unknown[0]!r} is none of {', '.join(known)}")
     if options.rate == "none":
-        return measure(options, known, "127.0.0.1", [start_here, start_here], "127.0.0.1, unshaped")
-    with places(options.rate) as (address, starts, link):
+        return measure(options, known, "127.0.0.1", [start_here] * options.hosts, "127.0.0.1, unshaped")
+    with places(options.rate, options.hosts) as (address, starts, link):
         measure(options, known, address, starts, link)
 
 
 def measure(
     options: argparse.Namespace, known: dict[str, list[str]], address: str, starts: list[Any], link: str
 ) -> None:
-    of_run = {"link": link, "steps": options.steps, "sync_steps": options.sync_steps, "paces": options.paces}
-    print(json.dumps(of_run), flush=True)
-    base: dict[str, float | None] = {}
+    keys = ("hosts", "steps", "batch", "sync_steps", "paces")
+    of_run = {"link": link, **{key: getattr(options, key) for key in keys}}
+    print(json.dumps(of_run | machine()), flush=True)
+    base: dict[str, Any] = {}
     for name in options.variants or known:
+        where = machine()  # the load before this run
         line = summary(run(options, known[name], address, starts))
         base = line if name == "ddp" else base
         if base:
-            line["fewer_bytes"] = float(base["bytes_per_token"] or 0) / float(line["bytes_per_token"] or 1)
-            line["against_ddp"] = float(line["loss"] or 0) / float(base["loss"] or 1) - 1
-        rounded = {key: None if value is None else round(value, 4) for key, value in line.items()}
-        print(json.dumps({"variant": name} | rounded), flush=True)
+            line["fewer_bytes"] = base["bytes_per_token"] / line["bytes_per_token"]
+            line["against_ddp"] = line["loss"] / base["loss"] - 1
+            line["validation_against_ddp"] = line["validation"] / base["validation"] - 1
+        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}
+        print(json.dumps({"variant": name} | rounded | where), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardline.training.whole_model import WholeModel
 
-SECONDS = float(os.environ["SEMI_SYNC_PACES"].split()[int(os.environ["RANK"])])
+SECONDS = float(os.environ["SEMI_SYNC_PACES"].split()[int(os.environ.get("RANK", "0"))])  # a launcher has no rank
 _forward_backward = WholeModel.forward_backward
 
 

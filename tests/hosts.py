@@ -1,17 +1,20 @@
-"""Two hosts on one machine: network namespaces with a veth pair between them, shaped to the speed of a real link.
+"""Hosts on one machine: network namespaces with veth pairs between them, shaped to the speed of a real link.
 
     with two_hosts(rate="1gbit") as (a, b):
         job = b.start([sys.executable, "program.py"], {"MASTER_ADDR": a.address})
         a.run([...])
         a.sent_bytes()
 
-Each has a name of its own, and knows both. Needs root and iproute2; a test that asks for hosts where they
-cannot be made is skipped, and says why.
+Two are joined by one link. More have a link each to a switch (`joined_hosts`): what one host sends and what it receives
+is shaped, whoever is at the other end. Each has a name of its own, and knows all. Needs root and iproute2; a test that
+asks for hosts where they cannot be made is skipped, and says why.
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
+import string
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,23 +81,42 @@ def two_hosts(
 
     `loopback_names`: a host's own name stands for its loopback, as many systems are installed.
     """
+    with joined_hosts(2, rate, delay, loopback_names) as (a, b):
+        yield a, b
+
+
+@contextlib.contextmanager
+def joined_hosts(
+    count: int, rate: str | None = "1gbit", delay: str | None = None, loopback_names: bool = False
+) -> Iterator[tuple[Host, ...]]:
+    """So many hosts, two at least, which all reach each other."""
     reason = missing()
     if reason:
         pytest.skip(reason)
     mark = uuid.uuid4().hex[:6]
-    a, b = (
-        Host(f"shl-{mark}-{side}", f"v{mark}{side}", f"{NETWORK}.{number}") for number, side in ((1, "a"), (2, "b"))
-    )
+    sides = string.ascii_lowercase[:count]
+    hosts = tuple(Host(f"shl-{mark}-{s}", f"v{mark}{s}", f"{NETWORK}.{n}") for n, s in enumerate(sides, start=1))
+    switch = Host(f"shl-{mark}-switch", f"v{mark}", "")
     made = []
     try:
-        for host in (a, b):
+        for host in (*hosts, *([switch] if count > 2 else [])):
             _ip("netns", "add", host.name)
             made.append(host)
-            _name_hosts(host, (a, b), "127.0.1.1" if loopback_names else host.address)
-        _ip("link", "add", a.interface, "netns", a.name, "type", "veth", "peer", "name", b.interface, "netns", b.name)
-        for host in (a, b):
+        for host in hosts:
+            _name_hosts(host, hosts, "127.0.1.1" if loopback_names else host.address)
+        if count == 2:
+            _link(*hosts)
+        else:
+            _ip("-n", switch.name, "link", "add", switch.interface, "type", "bridge")
+            _ip("-n", switch.name, "link", "set", switch.interface, "up")
+        for host in hosts:
+            if count > 2:
+                port = dataclasses.replace(switch, interface=host.interface)
+                _link(host, port)
+                _ip("-n", port.name, "link", "set", port.interface, "master", switch.interface, "up")
+                _shape(port, rate, delay=None)
             _set_up(host, rate, delay)
-        yield a, b
+        yield hosts
     finally:
         for host in made:
             _end_processes(host)
@@ -123,10 +145,18 @@ def _name_hosts(host: Host, hosts: Sequence[Host], own: str) -> None:
     (folder / "hosts").write_text("\n".join(lines) + "\n")
 
 
+def _link(a: Host, b: Host) -> None:
+    _ip("link", "add", a.interface, "netns", a.name, "type", "veth", "peer", "name", b.interface, "netns", b.name)
+
+
 def _set_up(host: Host, rate: str | None, delay: str | None) -> None:
     _ip("-n", host.name, "link", "set", "lo", "up")
     _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
     _ip("-n", host.name, "link", "set", host.interface, "up")
+    _shape(host, rate, delay)
+
+
+def _shape(host: Host, rate: str | None, delay: str | None) -> None:
     # netem outside delays each packet, tbf inside lets them go at the rate.
     parent = ["root", "handle", "1:"]
     if delay is not None:

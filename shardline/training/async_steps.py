@@ -34,7 +34,7 @@ from shardline.optim.clip import clip_, squared_norm
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.data.asynchronous.exchange import A_DAY, Peers
-from shardline.parallel.data.asynchronous.server import Contribution, Made, ParameterServer, share_out
+from shardline.parallel.data.asynchronous.server import Contribution, Made, ParameterServer, share_out, totals
 from shardline.parallel.data.asynchronous.tickets import POLL_SECONDS, Tickets, may_take
 from shardline.run.stop import Request, no_requests, request_of
 
@@ -55,6 +55,9 @@ class AsyncSteps:
         self.parameters = stepper.parameters
         self.tensors = [local(parameter.detach()) for parameter in self.parameters]
         self.shares = share_out([tensor.numel() for tensor in self.tensors], self.workers)
+        self.places = [[self.tensors[index] for index in share] for share in self.shares]  # of what each rank serves
+        self.biases = [local(bias.detach()) for bias in stepper.experts.biases.values()]  # of routers
+        self.places[mesh.worker] += self.biases
         self.inside = Inside(mesh.layout, mesh.worker)
         self.ends: Callable[[int], bool] = lambda step: False  # whether all ranks synchronise after this step
         self.tickets: Tickets | None = None  # only on the worker's first rank
@@ -68,6 +71,7 @@ class AsyncSteps:
         self.first_step, self.first_sample = step, samples
         served = [self.parameters[index] for index in self.shares[self.mesh.worker]]
         self.server = ParameterServer(self.stepper.optimizer, served, self.workers, self.section.async_lr_power, step)
+        self.server.biases, self.server.balance = [bias.clone() for bias in self.biases], self._balance
         store: dist.Store = dist.HashStore() if self.mesh.world_size == 1 else connect_store()
         name = self.mesh.from_rank_0(lambda: f"async/{os.urandom(8).hex()}")  # a process may train twice
         if self.inside.rank == 0:
@@ -104,7 +108,8 @@ class AsyncSteps:
 
         self.server.set_rate, self.ends = give, ends
         shapes = [[self.tensors[index].shape for index in share] for share in self.shares]
-        self.peers = Peers(self.place, self.server, self.mesh.worker, shapes, len(self.stepper.passes.names))
+        sums = len(self.stepper.passes.names) + self.stepper.experts.size
+        self.peers = Peers(self.place, self.server, self.mesh.worker, shapes, sums)
 
     def step(self, number: int, requests: RequestNumbers) -> StepResult:
         """Contribute until the step with this number has been made."""
@@ -121,15 +126,21 @@ class AsyncSteps:
     def _result(self, made: Made, request: Request) -> StepResult:
         from shardline.training.step import StepResult
 
-        targets = max(1.0, sum(report.targets for report in made.reports))
-        means = [sum(column) / targets for column in zip(*(report.sums for report in made.reports), strict=True)]
+        targets, names = max(1.0, sum(report.targets for report in made.reports)), self.stepper.passes.names
+        sums, experts = totals(made.reports), self.stepper.experts
+        means = [total / targets for total in sums[: len(names)]]
         of_workers = {str(worker): 0 for worker in range(self.workers)}
         for report in made.reports:
             of_workers[str(report.worker)] += 1
         more: dict[str, Any] = {"staleness": max(made.staleness(self.workers)), "contributions": of_workers}
-        more |= dict(zip(self.stepper.passes.names[1:], means[1:], strict=True))
+        more |= dict(zip(names[1:], means[1:], strict=True))
+        more |= experts.row(experts.summary(torch.tensor(sums[len(names) :])).tolist())
         norm = sum(report.norm for report in made.reports) / len(made.reports)
         return StepResult(means[0], norm, made.lr, request, more)
+
+    def _balance(self, biases: Sequence[Tensor], sums: list[float]) -> None:
+        tallies = torch.tensor(sums[len(self.stepper.passes.names) :], device=self.stepper.experts.device)
+        self.stepper.experts.balance_copies(biases, tallies)
 
     def _asked(self, number: int) -> Request:
         """Return the requests that came with the tickets of a step, the same on all ranks."""
@@ -195,13 +206,14 @@ class AsyncSteps:
         ranks = self.inside.size // self.mesh.layout.pp
         squares = squared_norm(self.parameters, ranks, stepper.passes.on_two_stages)
         sums = loss * stepper.passes.share * self._targets.clamp(min=1)
-        square, *totals = self.inside.sum([float(squares), *sums.tolist()])
+        tallies = stepper.experts.tallies().tolist()
+        square, *found = self.inside.sum([float(squares), *sums.tolist(), *tallies])
         norm, targets = math.sqrt(square) if square >= 0 else math.nan, float(self._targets)
-        if not (math.isfinite(norm) and all(map(math.isfinite, totals))):
-            totals, targets = self._nonfinite(ticket, totals, norm), 0.0
+        if not (math.isfinite(norm) and all(map(math.isfinite, found))):
+            found, targets = self._nonfinite(ticket, found, norm), 0.0
         clip_(self.parameters, norm, self.config.training.max_norm)
         if self._counts(ticket):
-            report = Contribution(ticket, self.mesh.worker, version, targets, norm if targets else 0.0, tuple(totals))
+            report = Contribution(ticket, self.mesh.worker, version, targets, norm if targets else 0.0, tuple(found))
             self.peers.push(report, [[self._gradient(i, targets) for i in share] for share in self.shares])
         for parameter in self.parameters:
             parameter.grad = None
@@ -217,12 +229,12 @@ class AsyncSteps:
         first = self.tickets is not None and self.tickets.is_first(ticket)
         return self.inside.sum([float(first)])[0] > 0
 
-    def _nonfinite(self, ticket: int, totals: Sequence[float], norm: float) -> list[float]:
-        """Stop, or give the contribution no weight."""
-        text = f"step {ticket // self.workers + 1}, worker {self.mesh.worker}: loss {totals[0]}, gradient norm {norm}"
+    def _nonfinite(self, ticket: int, sums: Sequence[float], norm: float) -> list[float]:
+        """Stop, or let the contribution count for nothing."""
+        text = f"step {ticket // self.workers + 1}, worker {self.mesh.worker}: loss {sums[0]}, gradient norm {norm}"
         if self.config.training.nonfinite == "stop":
             raise UserError(f'{text}. Lower optimizer.lr, or set training.nonfinite = "skip"')
-        return [0.0] * len(totals)
+        return [0.0] * len(sums)
 
     @torch.no_grad()
     def _pull(self, version: int) -> int:
@@ -231,8 +243,8 @@ class AsyncSteps:
         behind = list(range(self.workers))
         while True:
             for worker, (found, values) in self.peers.pull(needed, behind).items():
-                for index, value in zip(self.shares[worker], values, strict=True):
-                    self.tensors[index].copy_(value)
+                for place, value in zip(self.places[worker], values, strict=True):
+                    place.copy_(value)
                 self.versions[worker] = found
             needed = int(self.inside.highest(float(max(self.versions))))
             behind = [worker for worker, found in enumerate(self.versions) if found < needed]
@@ -272,8 +284,6 @@ class Inside:
 def _refuse(config: Config, stepper: Stepper) -> None:
     """Refuse what only the built model or its optimizer reveals."""
     mode = 'parallelism.data_parallel_mode = "async"'
-    if stepper.model.arch.moe is not None:
-        raise UserError(f"{mode}: mixtures of experts are not built yet; use sync or diloco")
     if stepper.frozen_rows.places:
         raise UserError(f"{mode}: weights that are trained in part are not built yet; use sync or diloco")
     if isinstance(stepper.optimizer, GPUAdam):

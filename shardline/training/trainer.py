@@ -199,8 +199,8 @@ class Trainer:
         if self.groups is not None and self.groups.plan is not None:
             self.progress.history = self.groups.plan.history()
             more = more | self.groups.row()
+        self.progress.lr, self.progress.last_step = self._rate(self.progress.step)[0], self.total_steps
         self.progress.step += 1
-        self.progress.lr, self.progress.last_step = result.lr, self.total_steps
         self.progress.tokens += self.telemetry.step_tokens
         self.progress.samples = self.loader.position
         self.progress.loss_scale = self.stepper.loss_scale.state()

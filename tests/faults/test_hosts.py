@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import two_hosts
+from tests.hosts import joined_hosts, two_hosts
 
 ROOT = Path(__file__).parents[2]
 MEBIBYTE = 2**20
@@ -40,6 +40,23 @@ def test_ranks_on_two_hosts_sum_over_the_shaped_link(hosts):
     assert 0.12 < seconds < 30
     assert 16 * MEBIBYTE <= a.sent_bytes() - before < 20 * MEBIBYTE
     assert ended[1][0] == ""  # rank 1 is on another host, and still not the one to print
+
+
+def test_three_hosts_reach_each_other_through_links_of_their_own():
+    """A file from one to another: its sender and its receiver count it, the third does not."""
+    serve = "import socket; s = socket.create_server(('', 29872)); print(flush=True); c = s.accept()[0]; n = 0\n"
+    serve += "while part := c.recv(1 << 16): n += len(part)\nprint(n)"
+    send = f"import socket, sys; socket.create_connection((sys.argv[1], 29872)).sendall(bytes({2 * MEBIBYTE}))"
+    with joined_hosts(3, rate="100mbit") as (a, b, c):
+        server = c.start([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True)
+        server.stdout.readline()
+        began = time.monotonic()
+        assert a.run([sys.executable, "-c", send, c.name]).returncode == 0
+        assert int(server.communicate(timeout=60)[0]) == 2 * MEBIBYTE
+        assert time.monotonic() - began > 0.13  # 0.168 s at 100 Mbit/s, less what the bucket holds
+        assert a.sent_bytes() > 2 * MEBIBYTE
+        assert c.received_bytes() > 2 * MEBIBYTE
+        assert b.received_bytes() < MEBIBYTE / 4
 
 
 def wait_for_steps(jobs, folder):

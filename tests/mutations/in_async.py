@@ -70,4 +70,32 @@ ASYNCHRONOUS = [
         "if False and",
         f"{RUNS}what_a_late_worker_does_is_made_again_and_counts_once",
     ),
+    Change(
+        "asynchronous: the rate of a late step counts as that of the schedule",
+        "training/trainer.py",
+        "self.progress.lr, self.progress.last_step = self._rate(self.progress.step)[0], self.total_steps",
+        "self.progress.lr, self.progress.last_step = result.lr, self.total_steps",
+        f"{RUNS}a_run_is_resumed_after_a_step_that_was_late",
+    ),
+    Change(
+        "asynchronous: who was asked to stop tells nobody",
+        "training/async_steps.py",
+        "ticket = tickets.take(self._pending)",
+        "ticket = tickets.take(no_requests())",
+        "tests/faults/test_asynchronous.py::test_workers_save_when_they_are_asked_and_go_on_from_there",
+    ),
+    Change(
+        "asynchronous: each worker moves the biases of routers by its own counts",
+        FOLDER + "server.py",
+        "self.balance(self.biases, totals(reports))",
+        "self.balance(self.biases, list(reports[-1].sums))",
+        f"{UNIT}biases_of_routers_move_once_a_step_by_the_counts_of_all",
+    ),
+    Change(
+        "asynchronous: biases of routers are not pulled",
+        FOLDER + "server.py",
+        "kept = self.biases if biases else []",
+        "kept = [torch.zeros_like(bias) for bias in self.biases] if biases else []",
+        f"{RUNS}one_worker_is_synchronous_training",
+    ),
 ]

@@ -256,8 +256,8 @@ TABLES = [
     Change(
         "the closing table's speed has the first row",
         "telemetry/summary.py",
-        "statistics.fmean(seen.speeds[1:] or seen.speeds)",
-        "statistics.fmean(seen.speeds)",
+        "statistics.harmonic_mean(seen.speeds[1:] or seen.speeds)",
+        "statistics.harmonic_mean(seen.speeds)",
         f"{CONSOLE}closing_table[False]",
     ),
     Change(

@@ -697,8 +697,8 @@ EXPERT_PARALLEL = [
     Change(
         "biases of routers move away from equal loads",
         "parallel/expert/balance.py",
-        "(self.loads.mean(1, keepdim=True) - self.loads).sign()",
-        "(self.loads - self.loads.mean(1, keepdim=True)).sign()",
+        "(loads.mean(1, keepdim=True) - loads).sign()",
+        "(loads - loads.mean(1, keepdim=True)).sign()",
         f"{LOAD}biases_move_towards_equal_loads",
     ),
     Change(

@@ -13,22 +13,26 @@ import torch
 from shardline.config.load import load_config
 from shardline.training.async_steps import AsyncSteps
 from tests.parity import cases
-from tests.parity.cases import case, layers
+from tests.parity.cases import case, layers, model
 from tests.parity.harness import GLOBAL_BATCH, STEPS, _chosen_device, _own_logging
 from tests.parity.test_checkpoint import SAVED, assert_same, losses, tensors
 from tests.parity.test_diloco import Runs
 
 ASYNC = {"parallelism.data_parallel_mode": "async"}
 SYNCHRONOUS = ASYNC | {"fault_tolerance.async_staleness": 0}
+EXPERTS_IN_STAGES = model(n_layers=4, **cases.EXPERTS["model.overrides"])
 UNCLIPPED = cases.UNCLIPPED  # workers clip each by its own norm
 
 
-def test_one_worker_is_synchronous_training(harness):
-    """Clipped and scheduled, with validation; whatever the bound: nobody is late."""
+@pytest.mark.parametrize("experts", [{}, cases.EXPERTS], ids=["dense", "experts"])
+def test_one_worker_is_synchronous_training(harness, experts):
+    """Clipped and scheduled, with validation; whatever the bound: nobody is late. Biases of routers move alike."""
     keys = {"validation.enable": True, "validation.freq": 4, "validation.steps": 2, "validation.seq_len": 32}
+    keys |= experts
     alone, worker = harness.run(keys, 1), harness.run(ASYNC | keys, 1)
     assert worker.losses == alone.losses
     assert worker.validation_losses == alone.validation_losses
+    assert worker.routers == alone.routers
     for name, value in alone.parameters.items():
         assert torch.equal(worker.parameters[name], value), name
 
@@ -48,12 +52,20 @@ def slow(*values):
         slow(layers(4), {"ddp": 2, "pp": 2}),
         slow({"training.global_batch_size": 12}, {"ddp": 3}),
         slow({"training.local_batch_size": 2}, {"ddp": 2}),
+        (cases.EXPERTS, {"ddp": 2}),
+        slow(cases.EXPERTS | cases.ep(2), {"ddp": 2, "fsdp": 2}),
+        slow(cases.EXPERTS | cases.ep(2), {"ddp": 2, "tp": 2}),
+        slow(EXPERTS_IN_STAGES, {"ddp": 2, "pp": 2}),
     ],
-    ids=["documents", "sgd", "fsdp", "tp", "cp", "pp", "three", "accumulation"],
+    ids=[
+        *("documents", "sgd", "fsdp", "tp", "cp", "pp", "three", "accumulation"),
+        *("experts", "experts-fsdp-ep", "experts-tp-ep", "experts-pp"),
+    ],
 )
 def test_without_staleness_workers_are_synchronous(harness, tmp_path, changes, degrees):
     """Weights and the state of the optimizer, as checkpoints have them."""
-    same = {key: value for key, value in changes.items() if key != "training.local_batch_size"}
+    cut = ("training.local_batch_size", *cases.ep(2))
+    same = {key: value for key, value in changes.items() if key not in cut}
     alone = Runs(harness, tmp_path, UNCLIPPED | same, {}).train("alone")
     workers = Runs(harness, tmp_path, UNCLIPPED | SYNCHRONOUS | changes, degrees).train("workers")
     assert losses(workers) == pytest.approx(losses(alone), rel=1e-4)
@@ -90,16 +102,19 @@ def at_own_pace(settings, pauses):
         return read
 
 
-def paced(harness, folder, pauses, **more):
-    keys = {f"fault_tolerance.{name}": value for name, value in more.items()}
+def paced(harness, folder, pauses, changes=None, **more):
+    keys = {f"fault_tolerance.{name}": value for name, value in more.items()} | (changes or {})
     run = case("paced", ASYNC | keys, ddp=2)
     settings = harness.settings(run.overrides, 2) | {"job.dump_folder": str(folder)}
     read = harness.pool.run(2, at_own_pace, settings, pauses)
     return read, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_slow_worker_reads_less_and_no_sample_is_lost(harness, tmp_path):
-    read, rows = paced(harness, tmp_path / "run", (0.0, 0.15))
+@pytest.mark.parametrize("changes", [{}, slow(cases.EXPERTS)], ids=["dense", "experts"])
+def test_a_slow_worker_reads_less_and_no_sample_is_lost(harness, tmp_path, changes):
+    """After their last step all have the same weights, and the same biases of routers."""
+    changes = changes | {"debug.check_replicas_freq": STEPS}
+    read, rows = paced(harness, tmp_path / "run", (0.0, 0.15), changes=changes)
     assert sorted(read[0] + read[1]) == list(range(STEPS * GLOBAL_BATCH))
     assert len(read[0]) > len(read[1]) > 0
     shares = [sum(row["contributions"][worker] for row in rows) for worker in "01"]
@@ -133,6 +148,16 @@ def test_a_resumed_run_continues(harness, tmp_path, layout):
     resumed = runs.train("resumed")
     assert losses(resumed) == losses(whole)
     assert_same(tensors(whole, 4), tensors(resumed, 4), "resumed")
+
+
+def test_a_run_is_resumed_after_a_step_that_was_late(harness, tmp_path):
+    """Its learning rate was smaller than that of the schedule, which is what a resume compares."""
+    for first in (0, 2):
+        read, rows = paced(harness, tmp_path / "run", (0.0, 0.3), changes=SAVED | {"training.steps": 4})
+        assert sorted(read[0] + read[1]) == list(range(first * GLOBAL_BATCH, 4 * GLOBAL_BATCH))
+        assert rows[1]["staleness"] == 1
+        shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-4")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
 def test_a_synchronous_run_resumes_what_workers_have_saved(harness, tmp_path):

@@ -7,6 +7,7 @@ Counts and losses of the routers are part of an all-reduce that every step makes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,9 +49,18 @@ class ExpertLoad:
         """Keep the loads of the whole step, and return the few numbers that `row` reports."""
         if not self.layers:
             return total
-        loads, losses = total.view(len(self.layers), -1).split((self.n_experts, len(self.losses)), dim=1)
-        self.loads = loads.round()  # ranks that route the same tokens each added a fraction
+        self.loads, losses = self._split(total)
         return torch.cat([self.loads.amax(1) / self.loads.mean(1), losses.mean(0) / self.workers])
+
+    def _split(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Loads and losses, one row for each layer."""
+        loads, losses = total.view(len(self.layers), -1).split((self.n_experts, len(self.losses)), dim=1)
+        return loads.round(), losses  # ranks that route the same tokens added fractions
+
+    @property
+    def size(self) -> int:
+        """How many numbers the tallies of all layers are."""
+        return len(self.layers) * (self.n_experts + len(self.losses))
 
     def row(self, summary: list[float]) -> dict[str, Any]:
         """Return the keys of metrics.jsonl: each layer's maximum over mean, the largest of these, and mean losses."""
@@ -60,12 +70,19 @@ class ExpertLoad:
         losses = dict(zip(self.losses, summary[len(self.layers) :], strict=True))
         return {"expert_load": max(loads.values()), "expert_load_layers": loads, **losses}
 
-    @torch.no_grad()
     def balance(self) -> None:
-        """Move each layer's biases by the coefficient towards equal loads; their mean does not change."""
-        if not self.biases:
-            return
-        steps = (self.loads.mean(1, keepdim=True) - self.loads).sign() * self.coefficient
+        """Move each layer's biases by its coefficient towards equal loads; their mean stays."""
+        if self.biases:
+            self._move([local(bias) for bias in self.biases.values()], self.loads)
+
+    def balance_copies(self, biases: Sequence[Tensor], total: Tensor) -> None:
+        """Move copies of the biases here instead, by tallies that may be those of another step than the last."""
+        if biases:
+            self._move(biases, self._split(total)[0])
+
+    @torch.no_grad()
+    def _move(self, biases: Sequence[Tensor], loads: Tensor) -> None:
+        steps = (loads.mean(1, keepdim=True) - loads).sign() * self.coefficient
         steps -= steps.mean(1, keepdim=True)
         rows = dict(zip(self.layers, steps.unbind(), strict=True))
-        torch._foreach_add_([local(bias) for bias in self.biases.values()], [rows[layer] for layer in self.biases])
+        torch._foreach_add_(list(biases), [rows[layer] for layer in self.biases])

@@ -195,6 +195,30 @@ def test_a_contribution_without_targets_counts_for_nothing():
     assert weights_of([report(0, 0, targets=0.0)], 1, 0.5) == ([0.0], 0.0)
 
 
+def test_biases_of_routers_move_once_a_step_by_the_counts_of_all():
+    """They are as old as the weights that are read with them; a step that counts for nothing does not move them."""
+    _, served = server(2)
+    served.biases, moves = [torch.zeros(2)], []
+
+    def balance(biases, sums):
+        moves.append(sums)
+        biases[0] += 1.0
+
+    served.balance = balance
+    for ticket, counts in enumerate([(6.0, 2.0), (1.0, 7.0)]):
+        served.add(report(ticket, 0)._replace(sums=(9.0, *counts)), [torch.zeros(3)])
+    assert moves == [[18.0, 7.0, 9.0]]
+    before = served.read(1, biases=True)[1][1]
+    assert len(served.read(1)[1]) == 1
+    for ticket in (2, 3):
+        served.add(report(ticket, 1, targets=0.0), [torch.zeros(3)])
+    assert served.read(2, biases=True)[1][1].tolist() == before.tolist() == [1.0, 1.0]
+    for ticket in (4, 5):
+        served.add(report(ticket, 2), [torch.zeros(3)])
+    assert before.tolist() == [1.0, 1.0]
+    assert served.biases[0].tolist() == [2.0, 2.0]
+
+
 def test_a_ticket_cannot_be_contributed_twice():
     _, served = server(2)
     served.add(report(0, 0), [torch.zeros(3)])

@@ -202,7 +202,7 @@ def test_closing_table(tmp_path, terminal):
         "first loss": "9.0000 (step 1)",
         "last loss": "2.2500 (step 23)",
         "validation loss": "2.7500 (step 20)",
-        "speed": "200 tokens/s",  # the first row's speed is start-up
+        "speed": "150 tokens/s",  # of both rows after the first, whose speed is start-up: tokens over seconds
         "peak memory": "2.00 GiB",
         "last save": "step 20, 9.97 MiB: 3 steps since then are not in it",
     }

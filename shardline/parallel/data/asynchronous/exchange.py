@@ -19,8 +19,8 @@ from torch import Tensor
 from shardline.parallel.data.asynchronous.server import Contribution, ParameterServer
 from shardline.parallel.data.compression import flatten, unflatten
 
-PUSH, PULL, FIXED = 0.0, 1.0, 6  # kinds of headers; the count of numbers before the losses
-A_DAY = timedelta(days=1)  # wait for any live peer; a connection reports at once that its peer has died
+PUSH, PULL, FIXED = 0.0, 1.0, 6  # kinds of headers; their numbers before the sums
+A_DAY = timedelta(days=1)  # who lives is waited for, and a connection says at once that its other end has died
 
 
 class Peers:
@@ -32,10 +32,10 @@ class Peers:
         server: ParameterServer,
         worker: int,
         shapes: Sequence[Sequence[torch.Size]],
-        losses: int,
+        sums: int,
     ) -> None:
-        """`shapes[worker]` are the shapes that this worker's rank serves; a report has `losses` sums."""
-        self.server, self.worker, self.shapes, self.losses = server, worker, shapes, losses
+        """`shapes[worker]` are those of what that worker's rank serves; `sums` counts those of a report."""
+        self.server, self.worker, self.shapes, self.sums = server, worker, shapes, sums
         self.device = server.values[0].device if server.values else torch.device("cpu")
         self.sent_bytes, self.closed = 0, False
         self.asked: dict[int, Any] = {}
@@ -79,8 +79,11 @@ class Peers:
             work.wait()
 
     def pull(self, version: int, others: Sequence[int]) -> dict[int, tuple[int, list[Tensor]]]:
-        """Request weights of at least this version from these workers' ranks: worker -> (version, weights)."""
-        head = torch.zeros(FIXED + self.losses, dtype=torch.float64)
+        """What these workers' ranks serve, of this version or later ones: worker -> version, weights.
+
+        After this rank's own there are the biases of the routers.
+        """
+        head = torch.zeros(FIXED + self.sums, dtype=torch.float64)
         head[0], head[1] = PULL, version
         for other in others:
             if other != self.worker:
@@ -88,7 +91,7 @@ class Peers:
         found = {}
         for other in others:
             if other == self.worker:
-                found[other] = self.server.read(version)
+                found[other] = self.server.read(version, biases=True)
                 continue
             of = torch.zeros(1, dtype=torch.float64)
             self.asking[other].recv([of], 1, 0).wait()
@@ -111,7 +114,7 @@ class Peers:
                 self.server.fail(error)
 
     def _answer(self, group: Any) -> None:
-        head = torch.zeros(FIXED + self.losses, dtype=torch.float64)
+        head = torch.zeros(FIXED + self.sums, dtype=torch.float64)
         group.recv([head], 0, 0).wait()
         kind, *numbers = head.tolist()
         shapes = self.shapes[self.worker]

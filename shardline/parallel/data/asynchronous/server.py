@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from shardline.models.dtensor import local
 
-# Sets the optimizer's learning rate: (steps made so far, share of the schedule's rate) -> the rate that it set.
+# Moves the biases of the routers by the sums of a step's contributions.
+Balance = Callable[[Sequence[Tensor], list[float]], None]
+# Gives the optimizer the rate of the step after so many, or this share of it; returns what it gave.
 SetRate = Callable[[int, float], float]
 
 
@@ -34,8 +36,8 @@ class Contribution(NamedTuple):
     worker: int
     version: int  # of the weights that it was computed with
     targets: float
-    norm: float  # of its gradients, before clipping
-    sums: tuple[float, ...]
+    norm: float  # of its gradients, before they were clipped
+    sums: tuple[float, ...]  # then, of a mixture of experts, the tallies of its layers
 
 
 @dataclass
@@ -63,6 +65,11 @@ def weights_of(reports: Sequence[Contribution], workers: int, power: float) -> t
     return [one / total for one in fresh], total / targets
 
 
+def totals(reports: Sequence[Contribution]) -> list[float]:
+    """The sums of all contributions of a step."""
+    return [sum(column) for column in zip(*(report.sums for report in reports), strict=True)]
+
+
 def share_out(sizes: Sequence[int], workers: int) -> list[list[int]]:
     """Return the indices of the tensors that each worker's rank serves: the largest first, each to the least loaded."""
     loads, shares = [0] * workers, [[] for _ in range(workers)]  # type: tuple[list[int], list[list[int]]]
@@ -84,6 +91,8 @@ class ParameterServer:
         self.served = list(served)
         self.values = [nn.Parameter(parameter.detach().clone()) for parameter in served]
         self.set_rate: SetRate = lambda step, share: 0.0
+        self.biases: list[Tensor] = []  # of routers: every rank moves all of them, by counts that all ranks are sent
+        self.balance: Balance = lambda biases, sums: None
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.made: dict[int, Made] = {}  # step number -> the completed step, until the caller takes it
@@ -145,15 +154,17 @@ class ParameterServer:
         reports = [report for report, _ in ordered]
         shares, left = weights_of(reports, self.workers, self.power)
         lr = self.set_rate(self.version, left)
-        if left > 0 and self.values:
+        if left > 0:
             for index, value in enumerate(self.values):
                 total = torch.zeros_like(local(value))
                 for share, (_, gradients) in zip(shares, ordered, strict=True):
                     total.add_(gradients[index].to(total), alpha=share)
                 value.grad = torch.empty_like(value)
                 local(value.grad).copy_(total)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            if self.values:
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+            self.balance(self.biases, totals(reports))
         self.version += 1
         self.made[self.version] = Made(reports, lr)
 
@@ -167,11 +178,12 @@ class ParameterServer:
                 raise RuntimeError(f"the parameter server lost a worker: {self.failure}") from self.failure
             return there
 
-    def read(self, version: int) -> tuple[int, list[Tensor]]:
-        """Wait for this version of the weights or a later one; return (version, weights)."""
+    def read(self, version: int, biases: bool = False) -> tuple[int, list[Tensor]]:
+        """The weights, of this version or a later one, and which it is; after them the `biases` of routers."""
         self.wait(version)
         with self.changed:
-            return self.version, [local(value.detach()).clone() for value in self.values]
+            kept = self.biases if biases else []
+            return self.version, [*(local(value.detach()).clone() for value in self.values), *map(torch.clone, kept)]
 
     def fail(self, error: BaseException) -> None:
         with self.changed:
