@@ -43,7 +43,7 @@ def summary(seen: RunSummary, step: int, total: int) -> list[tuple[str, str]]:
     rows = [("steps", f"{step}" if step == total else f"{step} of {total}")]
     losses = {"first loss": seen.first, "last loss": seen.last, "validation loss": seen.validation}
     rows += [(label, f"{found[1]:.4f} (step {found[0]})") for label, found in losses.items() if found is not None]
-    if seen.speeds:  # the first row has the costs of the start
+    if seen.speeds:  # the first row includes start-up costs
         rows.append(("speed", f"{statistics.harmonic_mean(seen.speeds[1:] or seen.speeds):,.0f} tokens/s"))
         rows.append(("peak memory", f"{seen.memory:.2f} GiB"))
     if seen.tensor:

@@ -230,7 +230,7 @@ class AsyncSteps:
         return self.inside.sum([float(first)])[0] > 0
 
     def _nonfinite(self, ticket: int, sums: Sequence[float], norm: float) -> list[float]:
-        """Stop, or let the contribution count for nothing."""
+        """Stop, or give the contribution no weight."""
         text = f"step {ticket // self.workers + 1}, worker {self.mesh.worker}: loss {sums[0]}, gradient norm {norm}"
         if self.config.training.nonfinite == "stop":
             raise UserError(f'{text}. Lower optimizer.lr, or set training.nonfinite = "skip"')

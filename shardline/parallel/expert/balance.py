@@ -53,13 +53,13 @@ class ExpertLoad:
         return torch.cat([self.loads.amax(1) / self.loads.mean(1), losses.mean(0) / self.workers])
 
     def _split(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Loads and losses, one row for each layer."""
+        """Return loads and losses, one row for each layer."""
         loads, losses = total.view(len(self.layers), -1).split((self.n_experts, len(self.losses)), dim=1)
-        return loads.round(), losses  # ranks that route the same tokens added fractions
+        return loads.round(), losses  # ranks that route the same tokens each added a fraction
 
     @property
     def size(self) -> int:
-        """How many numbers the tallies of all layers are."""
+        """The count of numbers in the tallies of all layers."""
         return len(self.layers) * (self.n_experts + len(self.losses))
 
     def row(self, summary: list[float]) -> dict[str, Any]:
@@ -71,12 +71,12 @@ class ExpertLoad:
         return {"expert_load": max(loads.values()), "expert_load_layers": loads, **losses}
 
     def balance(self) -> None:
-        """Move each layer's biases by its coefficient towards equal loads; their mean stays."""
+        """Move each layer's biases by the coefficient towards equal loads; their mean does not change."""
         if self.biases:
             self._move([local(bias) for bias in self.biases.values()], self.loads)
 
     def balance_copies(self, biases: Sequence[Tensor], total: Tensor) -> None:
-        """Move copies of the biases here instead, by tallies that may be those of another step than the last."""
+        """Move these copies of the biases by the tallies of any step, not only the last one."""
         if biases:
             self._move(biases, self._split(total)[0])
 

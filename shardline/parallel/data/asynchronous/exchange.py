@@ -19,8 +19,8 @@ from torch import Tensor
 from shardline.parallel.data.asynchronous.server import Contribution, ParameterServer
 from shardline.parallel.data.compression import flatten, unflatten
 
-PUSH, PULL, FIXED = 0.0, 1.0, 6  # kinds of headers; their numbers before the sums
-A_DAY = timedelta(days=1)  # who lives is waited for, and a connection says at once that its other end has died
+PUSH, PULL, FIXED = 0.0, 1.0, 6  # kinds of headers; the count of numbers before the sums
+A_DAY = timedelta(days=1)  # wait for any live peer; a connection reports at once that its peer has died
 
 
 class Peers:
@@ -34,7 +34,7 @@ class Peers:
         shapes: Sequence[Sequence[torch.Size]],
         sums: int,
     ) -> None:
-        """`shapes[worker]` are those of what that worker's rank serves; `sums` counts those of a report."""
+        """`shapes[worker]` are the shapes that this worker's rank serves; a report has `sums` sums."""
         self.server, self.worker, self.shapes, self.sums = server, worker, shapes, sums
         self.device = server.values[0].device if server.values else torch.device("cpu")
         self.sent_bytes, self.closed = 0, False
@@ -79,9 +79,9 @@ class Peers:
             work.wait()
 
     def pull(self, version: int, others: Sequence[int]) -> dict[int, tuple[int, list[Tensor]]]:
-        """What these workers' ranks serve, of this version or later ones: worker -> version, weights.
+        """Request weights of at least this version from these workers' ranks: worker -> (version, weights).
 
-        After this rank's own there are the biases of the routers.
+        The biases of the routers follow this rank's own weights.
         """
         head = torch.zeros(FIXED + self.sums, dtype=torch.float64)
         head[0], head[1] = PULL, version

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from shardline.models.dtensor import local
 
-# Moves the biases of the routers by the sums of a step's contributions.
+# Moves the routers' biases by the sums of a step's contributions.
 Balance = Callable[[Sequence[Tensor], list[float]], None]
-# Gives the optimizer the rate of the step after so many, or this share of it; returns what it gave.
+# Sets the optimizer's learning rate: (steps made so far, share of the schedule's rate) -> the rate that it set.
 SetRate = Callable[[int, float], float]
 
 
@@ -36,8 +36,8 @@ class Contribution(NamedTuple):
     worker: int
     version: int  # of the weights that it was computed with
     targets: float
-    norm: float  # of its gradients, before they were clipped
-    sums: tuple[float, ...]  # then, of a mixture of experts, the tallies of its layers
+    norm: float  # of its gradients, before clipping
+    sums: tuple[float, ...]  # of the losses; those of a mixture of experts are followed by the tallies of its layers
 
 
 @dataclass
@@ -66,7 +66,7 @@ def weights_of(reports: Sequence[Contribution], workers: int, power: float) -> t
 
 
 def totals(reports: Sequence[Contribution]) -> list[float]:
-    """The sums of all contributions of a step."""
+    """Return the sums over all contributions of a step."""
     return [sum(column) for column in zip(*(report.sums for report in reports), strict=True)]
 
 
@@ -91,7 +91,7 @@ class ParameterServer:
         self.served = list(served)
         self.values = [nn.Parameter(parameter.detach().clone()) for parameter in served]
         self.set_rate: SetRate = lambda step, share: 0.0
-        self.biases: list[Tensor] = []  # of routers: every rank moves all of them, by counts that all ranks are sent
+        self.biases: list[Tensor] = []  # of the routers: every rank moves all of them, by counts that all ranks receive
         self.balance: Balance = lambda biases, sums: None
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
@@ -179,7 +179,7 @@ class ParameterServer:
             return there
 
     def read(self, version: int, biases: bool = False) -> tuple[int, list[Tensor]]:
-        """The weights, of this version or a later one, and which it is; after them the `biases` of routers."""
+        """Wait for this version of the weights or a later one; return it and the weights, then the routers' biases."""
         self.wait(version)
         with self.changed:
             kept = self.biases if biases else []
