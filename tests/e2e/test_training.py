@@ -51,10 +51,12 @@ def test_two_runs_are_bitwise_equal_and_the_seed_matters(tmp_path):
     assert results[0] != results[2]
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_deterministic_algorithms_are_in_force(tmp_path, wanted):
-    Trainer(tiny_config(tmp_path / "run", debug__deterministic=wanted)).close()
+@pytest.mark.parametrize(("wanted", "warns"), [(True, False), (True, True), (False, False)])
+def test_deterministic_algorithms_are_in_force(tmp_path, wanted, warns):
+    keys = {"debug__deterministic": wanted, "debug__deterministic_warn_only": warns}
+    Trainer(tiny_config(tmp_path / "run", **keys)).close()
     assert torch.are_deterministic_algorithms_enabled() == wanted
+    assert torch.is_deterministic_algorithms_warn_only_enabled() == warns
 
 
 def test_what_is_logged_on_request(tmp_path):
@@ -75,6 +77,13 @@ def test_garbage_is_collected_every_few_steps_alone(tmp_path, monkeypatch):
     trainer.train()
     assert seen == [(0, False), (2, 1, False), (4, 1, False)]
     assert gc.isenabled()
+
+
+def test_garbage_is_collected_and_counted_in_every_step_on_request(tmp_path):
+    run(tmp_path / "run", training__steps=3, training__gc_debug=True)
+    lines = (tmp_path / "run" / "log" / "rank-0.log").read_text().splitlines()
+    found = [line for line in lines if " unreachable objects" in line]
+    assert [f"step {step}: gc found " in line for step, line in enumerate(found, start=1)] == [True] * 3
 
 
 @pytest.mark.parametrize("mask", ["causal", "block_causal"])

@@ -159,6 +159,17 @@ def test_a_parameter_without_a_gradient_anywhere_keeps_none():
     assert both(work) == {rank: ([[1.0, 1.0], None], 2.0) for rank in (0, 1)}
 
 
+def test_fewer_groups_than_asked_for_wait_for_others(monkeypatch):
+    groups = object.__new__(ReplicaGroups)
+    groups.section = SimpleNamespace(replica_id=0, min_replica_size=3)
+    groups.name, groups.place, groups.attempt, groups.linked, groups.same = "0:x", "", 0, "", {}
+    there = [[member(0), member(1)], [member(0), member(1)], [member(0), member(1), member(2)]]
+    groups.lighthouse = SimpleNamespace(quorum=lambda own, stop: there.pop(0))
+    monkeypatch.setattr("shardline.parallel.replicas.groups.time.sleep", lambda seconds: None)
+    assert [one.number for one in groups._ask(3, "h", {}, lambda: False)] == [0, 1, 2]
+    assert not there
+
+
 def test_the_global_batch_is_that_of_all_groups():
     layout, arch = Layout(dp_shard=2), None
     base = {"fault_tolerance.enable": True, "training.local_batch_size": 3}
