@@ -51,6 +51,17 @@ def test_two_runs_are_bitwise_equal_and_the_seed_matters(tmp_path):
     assert results[0] != results[2]
 
 
+def test_the_seed_decides_weights_and_the_order_of_samples(tmp_path):
+    found = []
+    for seed in (7, 8):
+        trainer = Trainer(tiny_config(tmp_path / str(seed), debug__seed=seed))
+        found.append((next(trainer.model.parameters()).detach().clone(), trainer.loader.step()[0].tokens))
+        trainer.close()
+    (weights, tokens), (other_weights, other_tokens) = found
+    assert not torch.equal(weights, other_weights)
+    assert not torch.equal(tokens, other_tokens)
+
+
 @pytest.mark.parametrize(("wanted", "warns"), [(True, False), (True, True), (False, False)])
 def test_deterministic_algorithms_are_in_force(tmp_path, wanted, warns):
     keys = {"debug__deterministic": wanted, "debug__deterministic_warn_only": warns}
