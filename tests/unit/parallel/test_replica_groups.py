@@ -159,6 +159,18 @@ def test_a_parameter_without_a_gradient_anywhere_keeps_none():
     assert both(work) == {rank: ([[1.0, 1.0], None], 2.0) for rank in (0, 1)}
 
 
+def test_a_row_says_who_took_part_and_what_happened_since_the_last_one():
+    groups, members = object.__new__(ReplicaGroups), [member(10), member(2), member(0), member(5, step=2)]
+    groups.commits, groups.heals, groups.repeats, groups.sent_bytes = 7, 1, 2, 48
+    groups.plan = plan_step("2:x", members)
+    row = {"replica_groups": 3, "replica_place": 1, "replica_commits": 7, "replica_heals": 1, "replica_repeats": 2}
+    assert groups.row() == row
+    assert groups.row() == row | {"replica_repeats": 0}
+    assert groups.engaged() == {"participants": 3, "summed_bytes": 48}
+    groups.plan = plan_step("5:x", members)
+    assert groups.row()["replica_place"] == -1
+
+
 def test_fewer_groups_than_asked_for_wait_for_others(monkeypatch):
     groups = object.__new__(ReplicaGroups)
     groups.section = SimpleNamespace(replica_id=0, min_replica_size=3)
