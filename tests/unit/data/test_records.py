@@ -234,6 +234,29 @@ def test_the_seed_decides_which_records_share_a_row_and_their_order(make):
     assert orders[0] == orders[2] != orders[1]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "rows", "filled"),
+    [([8, 7, 5, 4, 3, 3, 2], [[2, 8], [3], [3, 7], [4, 5]], 0.8), ([3, 5, 7], [[3, 7], [5]], 0.75)],
+)
+def test_the_longest_come_first_and_go_into_the_fullest_row(lengths, rows, filled):
+    records = Piece(np.arange(len(lengths)), np.array(lengths), np.zeros(len(lengths), np.int64))
+    packed = pack(records, 10, 0, LengthReport())
+    assert sorted(sorted(length for _, length in packed.pieces(row)) for row in range(len(packed))) == rows
+    assert packed.filled == filled
+
+
+def test_the_parts_of_sources_are_those_of_all_epochs(make, tmp_path, said):
+    files = [write(tmp_path / "a.jsonl", segments(12)), write(tmp_path / "b.jsonl", segments(6, start=30))]
+    sources = [{"path": file, "type": "input_output"} for file in files]
+    samples = loader_of(make(data__sources=sources, data__packing="none")).samples
+    order, rows = samples.order.starts(np.arange(45)), samples.rows  # two epochs and a half
+    read = [rows.tokens_of(order[rows.sources[order] == source]).sum() for source in (0, 1)]
+    said()
+    samples.report_read(45)
+    shares = ", ".join(f"{file} {100 * part / sum(read):.1f}%" for file, part in zip(files, read, strict=True))
+    assert f"of {sum(read):,} tokens read: {shares}" in said()
+
+
 def test_records_without_a_trained_token_are_left_out(make, tmp_path):
     rows = [*segments(3), {"segments": [{"text": "only a question", "label": False}]}]
     file = write(tmp_path / "some.jsonl", rows)
