@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.adapters.lora import more_flops
 from shardline.checkpoint import format as files
 from shardline.checkpoint.convert import export
 from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.models.decoder import Adaptable
+from shardline.run.device import flops_per_token
 from shardline.training.setup import Setup
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import TINY, rows, run, tiny_config
@@ -29,6 +31,9 @@ def test_frozen_weights_stay_bit_by_bit_and_have_no_gradient_and_no_state(tmp_pa
     trainer = Trainer(tiny_config(tmp_path / "run", lora__modules_to_save=["norm"], **LORA))
     before = state(trainer)
     trainer.train()
+    arch = trainer.arch
+    assert trainer.telemetry.meter.flops == flops_per_token(arch, 32) + more_flops(trainer.model)
+    assert more_flops(trainer.model) < 0, "frozen weights have no gradient"
     after, trained = state(trainer), {name for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert {name for name in after if not torch.equal(before[name], after[name])} == trained
     assert trained == {name for name in after if ".lora." in name or name == "norm.weight"}

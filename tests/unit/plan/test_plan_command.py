@@ -147,8 +147,9 @@ def test_speed_mfu_and_cost_follow_from_the_time_of_a_step():
     frozen = replace(one, workload=replace(one.workload, lora_rank=8))
     assert mfu(given, frozen) == pytest.approx(speed * (flops - flops_per_token(LLAMA, 0) / 3) / peak)
     hour = speed * 8 * 3600
-    assert report(given, [one], {"tokens": 36 * hour, "price": 2.5}).endswith(": 36.0 hours, 720 at 2.5 per GPU and hour")
-    assert report(given, [one], {"tokens": 240 * hour}).endswith(" tokens: 10.0 days")
+    shown, longer = (report(given, [one], {"tokens": hours * hour, "price": 2.5}) for hours in (36, 240))
+    assert shown.endswith(": 36.0 hours, 720 at 2.5 per GPU and hour")
+    assert longer.endswith(" tokens: 10.0 days, 4,800 at 2.5 per GPU and hour")
 
 
 def test_the_goal_cost_may_take_fewer_gpus(capsys):

@@ -71,7 +71,8 @@ def test_a_run_serves_its_newest_row_on_the_loopback_alone(tmp_path, monkeypatch
         assert (found[("shardline_step",)], found[("shardline_loss",)]) == (step, written[step]["loss"])
         assert found[("shardline_tokens_total",)] == written[step]["tokens"]
         assert found.get(("shardline_validation_loss",)) == validated.get(step - 1)
-        assert found[("shardline_run_info", ("layout", "one rank"), ("model", "llama3 debugmodel"), ("run", "run"))] == 1
+        info = {"layout": "one rank", "model": "llama3 debugmodel", "run": "run"}
+        assert found[("shardline_run_info", *info.items())] == 1
     assert answers["at"][0] == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):  # closed with the loop
         socket.create_connection(answers["at"], timeout=5)
