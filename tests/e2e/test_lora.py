@@ -43,7 +43,8 @@ def test_frozen_weights_stay_bit_by_bit_and_have_no_gradient_and_no_state(tmp_pa
     held = {p for group in trainer.optimizer.param_groups for p in group["params"]}
     assert held == {p for p in trainer.model.parameters() if p.requires_grad} == set(trainer.optimizer.state)
     count, whole = sum(after[name].numel() for name in trained), sum(one.numel() for one in after.values())
-    assert f"trained      {count:,} of {whole:,} parameters" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    share = f"trained      {count:,} of {whole:,} parameters ({100 * count / whole:.3g} %)"
+    assert share in (tmp_path / "run" / "log" / "rank-0.log").read_text()
 
 
 def test_a_run_begins_with_the_model_as_it_is_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

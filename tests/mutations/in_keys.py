@@ -22,6 +22,12 @@ FILES = "tests/unit/launch/clusters/test_launch_files.py::test_"
 MANIFEST = "tests/unit/checkpoint/test_"
 GENERATE = "tests/unit/models/test_generate.py::test_"
 PEFT = "tests/unit/adapters/test_peft.py::test_"
+OVERVIEW = "tests/unit/training/test_overview.py::test_"
+FLOAT8 = "tests/unit/precision/test_float8.py::test_"
+DPO = "tests/e2e/test_dpo.py::test_"
+KEYS = "tests/e2e/test_fine_tuning_keys.py::test_"
+LORA = "tests/e2e/test_lora.py::test_"
+MEMORY = "tests/unit/run/test_metrics_device.py::test_"
 
 OPTIMIZERS = [
     Change(
@@ -310,6 +316,55 @@ THE_STEP = [
         "if True:",
         f"{PEFT}an_adapter_of_peft_gives_its_logits_and_goes_back_to_it",
     ),
+    Change(
+        "small weights are chosen alike by all recipes",
+        "precision/convert.py",
+        "    if recipe.by_row:\n        return n <= 2048",
+        "    if False:\n        return n <= 2048",
+        f"{FLOAT8}which_weights_are_large_enough",
+    ),
+    Change(
+        "sizes that kernels do not take compute in float8",
+        "precision/convert.py",
+        "if not recipe.emulate and (n % MULTIPLE or k % MULTIPLE):",
+        "if False:",
+        f"{FLOAT8}which_weights_are_large_enough",
+    ),
+    Change(
+        "all experts compute in float8",
+        "precision/convert.py",
+        "if block.moe is not None and any(part in name for part in wanted):",
+        "if block.moe is not None:",
+        f"{FLOAT8}experts_that_are_not_named_stay_as_they_are",
+    ),
+    Change(
+        "dpo.label_smoothing is ignored",
+        "training/pairs.py",
+        "section.beta, section.label_smoothing)",
+        "section.beta, 0.0)",
+        f"{DPO}each_loss_has_the_slope_of_its_formula",
+    ),
+    Change(
+        "the reference has weights that are trained",
+        "training/pairs.py",
+        'return "copy" if how is None or how.changes_model else "base"',
+        'return "copy" if how is None else "base"',
+        f"{DPO}the_reference_is_a_copy_where_the_model_itself_is_trained",
+    ),
+    Change(
+        "high losses need not come in a row",
+        "training/trainer.py",
+        "and loss > section.max_loss else 0",
+        "and loss > section.max_loss else self.high_losses",
+        f"{KEYS}high_losses_count_in_a_row",
+    ),
+    Change(
+        "worse validations need not come in a row",
+        "training/trainer.py",
+        "progress.best_validation, progress.worse_validations = loss, 0",
+        "progress.best_validation = loss",
+        f"{KEYS}a_better_validation_begins_patience_anew",
+    ),
 ]
 
 SHOWN = [
@@ -466,6 +521,83 @@ SHOWN = [
         "hops = ranks - 1",
         "hops = ranks",
         f"{DEVICE}latency_and_bandwidth_follow_from_two_sizes",
+    ),
+    Change(
+        "MFU leaves LoRA's products out",
+        "training/setup.py",
+        "more_flops=self._more_flops()",
+        "more_flops=0.0",
+        f"{LORA}frozen_weights_stay_bit_by_bit_and_have_no_gradient_and_no_state",
+    ),
+    Change(
+        "MFU leaves the reference of pairs out",
+        "training/setup.py",
+        'passes = 0 if self.reference is None or self.reference.kind == "none" else 1',
+        "passes = 0",
+        f"{DPO}the_copy_stays_as_it_was_and_has_the_type_of_computing",
+    ),
+    Change(
+        "each rank has the memory of the whole machine",
+        "run/device.py",
+        "return min(known) // ranks if known",
+        "return min(known) if known",
+        f"{MEMORY}ranks_share_what_the_machine_and_its_control_group_leave",
+    ),
+    Change(
+        "memory that a control group uses is free",
+        "run/device.py",
+        '.read_text()) - int((folder / "memory.current").read_text())',
+        ".read_text())",
+        f"{MEMORY}ranks_share_what_the_machine_and_its_control_group_leave",
+    ),
+    Change(
+        "the start's table takes a pair for a sequence",
+        "training/overview.py",
+        "whole * each * section.seq_len",
+        "whole * section.seq_len",
+        f"{OVERVIEW}the_batch_of_pairs_and_of_ranks_in_words",
+    ),
+    Change(
+        "the start's table does not know checkpoints by the clock",
+        "training/overview.py",
+        'if section.interval_type == "seconds":',
+        "if False:",
+        f"{OVERVIEW}the_table_has_the_clock_of_saves_the_samples_of_a_validation_and_what_is_held",
+    ),
+    Change(
+        "the start's table takes all validation samples",
+        "training/overview.py",
+        "run.validation.samples_in(config.validation.steps)",
+        "run.validation.samples_per_epoch",
+        f"{OVERVIEW}the_table_has_the_clock_of_saves_the_samples_of_a_validation_and_what_is_held",
+    ),
+    Change(
+        "the start's table leaves out what a process holds",
+        "training/overview.py",
+        "about {roughly(held + need.peak)}",
+        "about {roughly(need.peak)}",
+        f"{OVERVIEW}the_table_has_the_clock_of_saves_the_samples_of_a_validation_and_what_is_held",
+    ),
+    Change(
+        "the start's table has the default outer momentum",
+        "training/overview.py",
+        "momentum {section.outer_momentum:g}",
+        "momentum 0.9",
+        f"{OVERVIEW}workers_in_words",
+    ),
+    Change(
+        "the start's table applies fragments at once",
+        "training/overview.py",
+        "late = section.fragment_sync_delay",
+        "late = 0",
+        f"{OVERVIEW}workers_in_words",
+    ),
+    Change(
+        "the memory of a frozen copy is left out",
+        "training/memory_need.py",
+        'if reference_kind(config, model.adaptation) == "copy":',
+        "if False:",
+        f"{OVERVIEW}a_frozen_copy_for_pairs_is_kept_in_the_type_of_computing",
     ),
 ]
 
