@@ -149,7 +149,7 @@ def test_flight_recorders_are_written_on_request_while_training_goes_on(run):
     run.wait_for_step(2)
     run.process.send_signal(signal.SIGUSR2)
     wait_until(lambda: len(list((run.folder / "run" / "flights").glob("of-*.json"))) == 2, 30)
-    files, step = read_files(run.folder / "run" / "flights"), run.step()
+    files, step = read_files(run.folder / "run"), run.step()
     assert {file.reason for file in files.values()} == {"on request"}
     calls = {rank: {(axis, number): tag for axis, number, tag, *_ in file.collectives} for rank, file in files.items()}
     common = calls[0].keys() & calls[1].keys()
