@@ -70,6 +70,13 @@ def test_deterministic_algorithms_are_in_force(tmp_path, wanted, warns):
     assert torch.is_deterministic_algorithms_warn_only_enabled() == warns
 
 
+def test_ranks_meet_within_the_time_of_the_config(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("shardline.training.setup.start_process_group", lambda *given: bool(seen.append(given)))
+    Trainer(tiny_config(tmp_path / "run", comm__init_timeout_seconds=7)).close()
+    assert [seconds for _, seconds, _ in seen] == [7]
+
+
 def test_what_is_logged_on_request(tmp_path):
     folder, copy = tmp_path / "run", tmp_path / "copy.toml"
     Trainer(tiny_config(folder)).close()
@@ -199,14 +206,19 @@ def test_clipping_is_applied(tmp_path):
 
 
 def test_validation_rows(tmp_path, monkeypatch):
-    counted, losses = [], WholeModel.losses
-    monkeypatch.setattr(WholeModel, "losses", lambda self, batches: counted.append(batches) or losses(self, batches))
+    trained, losses = [], WholeModel.losses
+
+    def noted(self, batches):
+        trained.append(self.model.training)
+        return losses(self, batches)
+
+    monkeypatch.setattr(WholeModel, "losses", noted)
     written = run(tmp_path / "run", validation__enable=True, validation__freq=3, validation__steps=2,
                   validation__seq_len=32, validation__local_batch_size=4)  # fmt: skip
     validated = {row["step"]: row["validation_loss"] for row in written if "validation_loss" in row}
     assert validated.keys() == {1, 3, 6}
     assert validated[6] < validated[1]
-    assert len(counted) == 3 * 2
+    assert trained == [False] * 3 * 2, "dropout is for training alone"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ DPO = "tests/e2e/test_dpo.py::test_"
 KEYS = "tests/e2e/test_fine_tuning_keys.py::test_"
 LORA = "tests/e2e/test_lora.py::test_"
 MEMORY = "tests/unit/run/test_metrics_device.py::test_"
+METRICS = "tests/unit/telemetry/test_metrics.py::test_"
 
 OPTIMIZERS = [
     Change(
@@ -186,6 +187,20 @@ SEEDS_AND_DATA = [
         'return held if section == "validation" else ~held',
         'return held if section == "validation" else np.ones(count, bool)',
         f"{RECORDS}held_out_records_are_in_validation_and_nowhere_else",
+    ),
+    Change(
+        "training.dataset_split is ignored",
+        "data/prepare.py",
+        "split=given.dataset_split\n",
+        'split="train"\n',
+        "tests/unit/data/test_data_prepare.py::test_each_section_reads_the_split_and_the_field_that_it_names",
+    ),
+    Change(
+        "validation reads the field of training",
+        "data/prepare.py",
+        "text_field=given.dataset_text_field",
+        "text_field=config.training.dataset_text_field",
+        "tests/unit/data/test_data_prepare.py::test_each_section_reads_the_split_and_the_field_that_it_names",
     ),
 ]
 
@@ -364,6 +379,34 @@ THE_STEP = [
         "progress.best_validation, progress.worse_validations = loss, 0",
         "progress.best_validation = loss",
         f"{KEYS}a_better_validation_begins_patience_anew",
+    ),
+    Change(
+        "init_timeout_seconds is ignored",
+        "training/setup.py",
+        "self.config.comm.init_timeout_seconds, offload)",
+        "300, offload)",
+        f"{TRAINING}ranks_meet_within_the_time_of_the_config",
+    ),
+    Change(
+        "process_group_timeout_ms is ignored",
+        "parallel/replicas/groups.py",
+        "timedelta(milliseconds=section.process_group_timeout_ms)",
+        "timedelta(milliseconds=10000)",
+        f"{GROUPS}the_time_to_wait_for_another_group_is_that_of_the_config",
+    ),
+    Change(
+        "the memory budget is never plotted",
+        "memory/activation.py",
+        "functorch.visualize_memory_budget_pareto = wanted and section.visualize_memory_budget_pareto",
+        "functorch.visualize_memory_budget_pareto = False",
+        f"{ACTIVATION}the_memory_budget_and_its_plot_reach_the_compiler",
+    ),
+    Change(
+        "dropout is on in validations",
+        "training/validate.py",
+        "        model.eval()\n",
+        "",
+        f"{TRAINING}validation_rows",
     ),
 ]
 
@@ -598,6 +641,27 @@ SHOWN = [
         'if reference_kind(config, model.adaptation) == "copy":',
         "if False:",
         f"{OVERVIEW}a_frozen_copy_for_pairs_is_kept_in_the_type_of_computing",
+    ),
+    Change(
+        "peak memory is that of the set-up, too",
+        "telemetry/telemetry.py",
+        "            reset_peak(self.device)\n",
+        "",
+        f"{METRICS}memory_and_time_of_the_set_up_do_not_count",
+    ),
+    Change(
+        "the first step lasts since the set-up",
+        "telemetry/telemetry.py",
+        "            self.meter.restart()\n",
+        "",
+        f"{METRICS}memory_and_time_of_the_set_up_do_not_count",
+    ),
+    Change(
+        "trace hang looks for files of every run in one folder",
+        "tools/trace_hang.py",
+        "inside = path / _traces_folder(path)",
+        "inside = path / Comm().save_traces_folder",
+        "tests/unit/tools/test_trace_hang.py::test_the_files_of_a_run_are_where_its_config_says",
     ),
 ]
 

@@ -171,6 +171,12 @@ def test_a_row_says_who_took_part_and_what_happened_since_the_last_one():
     assert groups.row()["replica_place"] == -1
 
 
+def test_the_time_to_wait_for_another_group_is_that_of_the_config():
+    second = SimpleNamespace(rank=1, from_rank_0=lambda decide: decide())
+    section = load_config(overrides={"fault_tolerance.process_group_timeout_ms": 1234}).fault_tolerance
+    assert ReplicaGroups(section, second, {}, dict).timeout == link.timedelta(seconds=1.234)
+
+
 def test_fewer_groups_than_asked_for_wait_for_others(monkeypatch):
     groups = object.__new__(ReplicaGroups)
     groups.section = SimpleNamespace(replica_id=0, min_replica_size=3)
