@@ -13,6 +13,7 @@ from __future__ import annotations
 import json as json_lines
 import re
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,9 +79,17 @@ def command(run: str, json: bool = False) -> int:
     return 0
 
 
+def _traces_folder(run: Path) -> str:
+    """`comm.save_traces_folder` of a run, by the config that it keeps."""
+    try:
+        return str(tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["comm"]["save_traces_folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Comm().save_traces_folder
+
+
 def read_files(path: Path) -> dict[int, FlightFile]:
-    """Return the recorders' files in a folder or in a run, by rank."""
-    inside = path / Comm().save_traces_folder
+    """The recorders' files in a folder, or in that of a run, by rank."""
+    inside = path / _traces_folder(path)
     folder = inside if inside.is_dir() else path
     files = [found for found in sorted(folder.glob("*.json")) if re.search(r"\d+\.json$", found.name)]
     if not files:

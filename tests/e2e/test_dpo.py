@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardline.adapters.lora import NOTHING
 from shardline.cli.main import main
 from shardline.config.schema import Dpo
 from shardline.data.batch import IGNORE, Batch
 from shardline.errors import UserError
 from shardline.models.fused_weights import unfuse
+from shardline.run.device import flops_per_token
 from shardline.training import pairs
 from shardline.training.trainer import Trainer
 from tests.e2e.hf_folders import write_model
@@ -210,8 +213,19 @@ def test_the_copy_stays_as_it_was_and_has_the_type_of_computing(tmp_path: Path) 
     assert {one.dtype for one in before.values()} == {torch.bfloat16}
     assert not any(one.requires_grad for one in copy.parameters())
     assert all(torch.equal(before[name], first[name].bfloat16()) for name in first)
+    # The copy's forward pass is a third of a step's.
+    assert trainer.telemetry.meter.flops == pytest.approx(4 / 3 * flops_per_token(trainer.arch, 32))
     trainer.train()
     assert all(torch.equal(before[name], one) for name, one in copy.named_parameters())
+
+
+def test_the_reference_is_a_copy_where_the_model_itself_is_trained() -> None:
+    config = tiny_config("x", training__objective="dpo")
+    adapters = {"alone": NOTHING, "norm": replace(NOTHING, saved=("norm",)), "biases": replace(NOTHING, bias="all")}
+    kinds = {name: pairs.reference_kind(config, how) for name, how in adapters.items()}
+    assert kinds == {"alone": "base", "norm": "copy", "biases": "copy"}
+    assert pairs.reference_kind(config, None) == "copy"
+    assert pairs.reference_kind(tiny_config("x"), NOTHING) is None
 
 
 def test_without_a_reference_rewards_are_log_probabilities(tmp_path: Path) -> None:

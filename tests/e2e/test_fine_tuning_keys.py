@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardline.checkpoint.format import find_checkpoint
+from shardline.checkpoint.resume import RunPosition
 from shardline.checkpoint.resume_batch import batch_to_keep
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.data.order import global_batch
@@ -90,6 +91,31 @@ def test_a_run_whose_validation_gets_no_better_ends_early_and_is_finished(tmp_pa
     caplog.set_level("INFO")
     assert Trainer(tiny_config(tmp_path / "run", **settings, validation__patience=3)).train().finished_before
     assert "already finished at step 6" in caplog.text
+
+
+def trainer_with(**settings):
+    """One that has only what is asked after a step."""
+    trainer = object.__new__(Trainer)
+    trainer.config, trainer.progress, trainer.high_losses = tiny_config("x", **settings), RunPosition(), 0
+    trainer.total_steps, trainer._kept = 100, lambda: ""
+    return trainer
+
+
+def test_high_losses_count_in_a_row():
+    trainer = trainer_with(training__max_loss=2.0, training__max_loss_steps=2)
+    for loss in (3.0, 1.0, 3.0, 2.0, 3.0):
+        trainer._check_loss(loss)
+    with pytest.raises(UserError, match="for 2 steps"):
+        trainer._check_loss(2.5)
+
+
+def test_a_better_validation_begins_patience_anew():
+    trainer, ends = trainer_with(validation__patience=2), []
+    for step, loss in enumerate((5.0, 6.0, 4.0, 4.5, None, 4.25), start=1):
+        trainer.progress.step = step
+        trainer._stop_if_worse(loss)
+        ends.append(trainer.total_steps)
+    assert ends == [100] * 5 + [6]
 
 
 def test_patience_counts_over_a_resumption(tmp_path):

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.adapters.lora import more_flops
 from shardline.checkpoint import format as files
 from shardline.checkpoint.convert import export
 from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.models.decoder import Adaptable
+from shardline.run.device import flops_per_token
 from shardline.training.setup import Setup
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import TINY, rows, run, tiny_config
@@ -29,6 +31,9 @@ def test_frozen_weights_stay_bit_by_bit_and_have_no_gradient_and_no_state(tmp_pa
     trainer = Trainer(tiny_config(tmp_path / "run", lora__modules_to_save=["norm"], **LORA))
     before = state(trainer)
     trainer.train()
+    arch = trainer.arch
+    assert trainer.telemetry.meter.flops == flops_per_token(arch, 32) + more_flops(trainer.model)
+    assert more_flops(trainer.model) < 0, "frozen weights have no gradient"
     after, trained = state(trainer), {name for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert {name for name in after if not torch.equal(before[name], after[name])} == trained
     assert trained == {name for name in after if ".lora." in name or name == "norm.weight"}
@@ -38,7 +43,8 @@ def test_frozen_weights_stay_bit_by_bit_and_have_no_gradient_and_no_state(tmp_pa
     held = {p for group in trainer.optimizer.param_groups for p in group["params"]}
     assert held == {p for p in trainer.model.parameters() if p.requires_grad} == set(trainer.optimizer.state)
     count, whole = sum(after[name].numel() for name in trained), sum(one.numel() for one in after.values())
-    assert f"trained      {count:,} of {whole:,} parameters" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    share = f"trained      {count:,} of {whole:,} parameters ({100 * count / whole:.3g} %)"
+    assert share in (tmp_path / "run" / "log" / "rank-0.log").read_text()
 
 
 def test_a_run_begins_with_the_model_as_it_is_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,30 @@ def test_two_runs_are_bitwise_equal_and_the_seed_matters(tmp_path):
     assert results[0] != results[2]
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_deterministic_algorithms_are_in_force(tmp_path, wanted):
-    Trainer(tiny_config(tmp_path / "run", debug__deterministic=wanted)).close()
+def test_the_seed_decides_weights_and_the_order_of_samples(tmp_path):
+    found = []
+    for seed in (7, 8):
+        trainer = Trainer(tiny_config(tmp_path / str(seed), debug__seed=seed))
+        found.append((next(trainer.model.parameters()).detach().clone(), trainer.loader.step()[0].tokens))
+        trainer.close()
+    (weights, tokens), (other_weights, other_tokens) = found
+    assert not torch.equal(weights, other_weights)
+    assert not torch.equal(tokens, other_tokens)
+
+
+@pytest.mark.parametrize(("wanted", "warns"), [(True, False), (True, True), (False, False)])
+def test_deterministic_algorithms_are_in_force(tmp_path, wanted, warns):
+    keys = {"debug__deterministic": wanted, "debug__deterministic_warn_only": warns}
+    Trainer(tiny_config(tmp_path / "run", **keys)).close()
     assert torch.are_deterministic_algorithms_enabled() == wanted
+    assert torch.is_deterministic_algorithms_warn_only_enabled() == warns
+
+
+def test_ranks_meet_within_the_time_of_the_config(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("shardline.training.setup.start_process_group", lambda *given: bool(seen.append(given)))
+    Trainer(tiny_config(tmp_path / "run", comm__init_timeout_seconds=7)).close()
+    assert [seconds for _, seconds, _ in seen] == [7]
 
 
 def test_what_is_logged_on_request(tmp_path):
@@ -75,6 +95,13 @@ def test_garbage_is_collected_every_few_steps_alone(tmp_path, monkeypatch):
     trainer.train()
     assert seen == [(0, False), (2, 1, False), (4, 1, False)]
     assert gc.isenabled()
+
+
+def test_garbage_is_collected_and_counted_in_every_step_on_request(tmp_path):
+    run(tmp_path / "run", training__steps=3, training__gc_debug=True)
+    lines = (tmp_path / "run" / "log" / "rank-0.log").read_text().splitlines()
+    found = [line for line in lines if " unreachable objects" in line]
+    assert [f"step {step}: gc found " in line for step, line in enumerate(found, start=1)] == [True] * 3
 
 
 @pytest.mark.parametrize("mask", ["causal", "block_causal"])
@@ -179,14 +206,19 @@ def test_clipping_is_applied(tmp_path):
 
 
 def test_validation_rows(tmp_path, monkeypatch):
-    counted, losses = [], WholeModel.losses
-    monkeypatch.setattr(WholeModel, "losses", lambda self, batches: counted.append(batches) or losses(self, batches))
+    trained, losses = [], WholeModel.losses
+
+    def noted(self, batches):
+        trained.append(self.model.training)
+        return losses(self, batches)
+
+    monkeypatch.setattr(WholeModel, "losses", noted)
     written = run(tmp_path / "run", validation__enable=True, validation__freq=3, validation__steps=2,
                   validation__seq_len=32, validation__local_batch_size=4)  # fmt: skip
     validated = {row["step"]: row["validation_loss"] for row in written if "validation_loss" in row}
     assert validated.keys() == {1, 3, 6}
     assert validated[6] < validated[1]
-    assert len(counted) == 3 * 2
+    assert trained == [False] * 3 * 2, "dropout is for training alone"
 
 
 @pytest.mark.parametrize(

@@ -144,11 +144,11 @@ def test_a_stopped_rank_ends_training_after_the_time_out(run):
     assert any(found.ranks.get("no file") == [1] for found in partings(files))
 
 
-@job()
+@job(**{"comm.save_traces_folder": "flights", "comm.save_traces_file_prefix": "of-"})
 def test_flight_recorders_are_written_on_request_while_training_goes_on(run):
     run.wait_for_step(2)
     run.process.send_signal(signal.SIGUSR2)
-    wait_until(lambda: len(list((run.folder / "run" / "comm_traces").glob("rank_*.json"))) == 2, 30)
+    wait_until(lambda: len(list((run.folder / "run" / "flights").glob("of-*.json"))) == 2, 30)
     files, step = read_files(run.folder / "run"), run.step()
     assert {file.reason for file in files.values()} == {"on request"}
     calls = {rank: {(axis, number): tag for axis, number, tag, *_ in file.collectives} for rank, file in files.items()}

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutations import in_async, in_clusters, in_rooms, in_steps, in_watching
+from tests.mutations import in_async, in_clusters, in_keys, in_rooms, in_steps, in_watching
 
-CHANGES = [*in_steps.CHANGES, *in_rooms.CHANGES, *in_watching.CHANGES, *in_clusters.CHANGES, *in_async.ASYNCHRONOUS]
+CHANGES = [
+    *in_steps.CHANGES,
+    *in_rooms.CHANGES,
+    *in_watching.CHANGES,
+    *in_clusters.CHANGES,
+    *in_async.ASYNCHRONOUS,
+    *in_keys.CHANGES,
+]

@@ -355,6 +355,22 @@ def test_raw_files_are_prepared_once_into_the_cache(tmp_path: Path, monkeypatch:
     assert store_for(settings, "training", tokenizer).tokenizer_fingerprint == tokenizer.fingerprint
 
 
+def test_each_section_reads_the_split_and_the_field_that_it_names(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "validation", "test"):
+        rows = [json.dumps({field: f"{field} of {split} {row}" for field in ("text", "body")}) for row in range(3)]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows))
+    keys = {"training__dataset_split": "test", "training__dataset_text_field": "body"}
+    for section, said in (("training", "body of test"), ("validation", "text of validation")):
+        named = {f"{one}__dataset_path": str(folder) for one in ("training", "validation")}
+        store = store_for(config(tmp_path, **named, **keys), section, BYTES)
+        assert store.read(0, store.tokens).tolist() == expected_tokens([f"{said} {row}" for row in range(3)])
+    validation = {"validation__dataset_split": "train", "validation__dataset_text_field": "body"}
+    store = store_for(config(tmp_path, **named, **validation), "validation", BYTES)
+    assert store.read(0, store.tokens).tolist() == expected_tokens([f"body of train {row}" for row in range(3)])
+
+
 def test_cache_folder_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLINE_CACHE", str(tmp_path / "elsewhere"))
     file = write_lines(tmp_path / "a.jsonl", DOCUMENTS[:3])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardline.config.load import load_config
 from shardline.data.batch import IGNORE
 from shardline.data.loader import build_loader, fitted, steps_for_epochs
-from shardline.data.packing import LengthReport, Piece, fit_lengths, one_each, pack
+from shardline.data.packing import LengthReport, Piece, fit_lengths, fit_pairs, one_each, pack
 from shardline.data.tokenizer import choose_tokenizer
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
@@ -225,6 +225,38 @@ def test_without_shuffling_rows_come_in_order(make):
     assert loader.samples.order.starts(np.arange(42)).tolist() == [*range(40), 0, 1]
 
 
+def test_the_seed_decides_which_records_share_a_row_and_their_order(make):
+    packed = [loader_of(make(debug__seed=seed)).samples.rows.starts.tolist() for seed in (1, 2, 1)]
+    assert packed[0] == packed[2] != packed[1]
+    assert sorted(packed[0]) == sorted(packed[1])
+    loaders = [loader_of(make(data__packing="none", debug__seed=seed)) for seed in (1, 2, 1)]
+    orders = [loader.samples.order.starts(np.arange(40)).tolist() for loader in loaders]
+    assert orders[0] == orders[2] != orders[1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows", "filled"),
+    [([8, 7, 5, 4, 3, 3, 2], [[2, 8], [3], [3, 7], [4, 5]], 0.8), ([3, 5, 7], [[3, 7], [5]], 0.75)],
+)
+def test_the_longest_come_first_and_go_into_the_fullest_row(lengths, rows, filled):
+    records = Piece(np.arange(len(lengths)), np.array(lengths), np.zeros(len(lengths), np.int64))
+    packed = pack(records, 10, 0, LengthReport())
+    assert sorted(sorted(length for _, length in packed.pieces(row)) for row in range(len(packed))) == rows
+    assert packed.filled == filled
+
+
+def test_the_parts_of_sources_are_those_of_all_epochs(make, tmp_path, said):
+    files = [write(tmp_path / "a.jsonl", segments(12)), write(tmp_path / "b.jsonl", segments(6, start=30))]
+    sources = [{"path": file, "type": "input_output"} for file in files]
+    samples = loader_of(make(data__sources=sources, data__packing="none")).samples
+    order, rows = samples.order.starts(np.arange(45)), samples.rows  # two epochs and a half
+    read = [rows.tokens_of(order[rows.sources[order] == source]).sum() for source in (0, 1)]
+    said()
+    samples.report_read(45)
+    shares = ", ".join(f"{file} {100 * part / sum(read):.1f}%" for file, part in zip(files, read, strict=True))
+    assert f"of {sum(read):,} tokens read: {shares}" in said()
+
+
 def test_records_without_a_trained_token_are_left_out(make, tmp_path):
     rows = [*segments(3), {"segments": [{"text": "only a question", "label": False}]}]
     file = write(tmp_path / "some.jsonl", rows)
@@ -252,6 +284,19 @@ def test_a_sample_of_pairs_is_two_rows(make, tmp_path):
     assert len(loader_of(config.replace(pairs | {"data.excess_length": "truncate"})).samples.rows) == 16
     with pytest.raises(UserError, match="holds single answers"):
         loader_of(make().replace(pairs))
+
+
+def test_pairs_are_kept_dropped_or_cut_together():
+    lengths = np.array([5, 9, 9, 3, 20, 6, 7, 7])
+    records = Piece(np.arange(8), lengths, np.zeros(8, np.int64))
+    report = LengthReport()
+    assert fit_pairs(records, 10, "drop", 5, report).starts.tolist() == [0, 1, 6, 7]
+    assert (report.records, report.too_long, report.too_short, report.cut) == (4, 1, 1, 0)
+    report = LengthReport()
+    assert fit_pairs(records, 10, "truncate", 5, report).lengths.tolist() == [5, 9, 10, 6, 7, 7]
+    assert (report.too_long, report.too_short, report.cut) == (0, 1, 1)
+    with pytest.raises(UserError, match=r"1 record with more than seq_len = 10 tokens \(the longest has 20\)"):
+        fit_pairs(records, 10, "raise", 5, LengthReport())
 
 
 def test_keys_that_nothing_reads_are_named(make, said):

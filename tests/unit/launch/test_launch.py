@@ -256,10 +256,13 @@ def test_nccl_settings_become_variables_and_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     file = tmp_path / "run.toml"
     file.write_text('[comm.nccl]\nalgorithm = "Ring"\nmax_channels = 8\nbuffer_size = 1048576\nnet_gdr_level = "PHB"\n'
+                    'protocol = "LL128"\nmin_channels = 4\n'
                     '[comm.nccl.env]\nNCCL_DEBUG = "INFO"\nNCCL_ALGO = "Tree"\n')  # fmt: skip
     config = load_config(file)
     expected = {
         "NCCL_ALGO": "Tree",
+        "NCCL_PROTO": "LL128",
+        "NCCL_MIN_NCHANNELS": "4",
         "NCCL_MAX_NCHANNELS": "8",
         "NCCL_BUFFSIZE": "1048576",
         "NCCL_NET_GDR_LEVEL": "PHB",

@@ -99,6 +99,34 @@ def test_same_gradients_as_none(plain, mode):
     assert "activation checkpointing" in lines[0]
 
 
+def test_options_of_a_recomputation_reach_torch(monkeypatch):
+    """Of a compiled block the compiler decides them itself, but for the random state."""
+    given, checkpoint = [], activation.checkpoint
+
+    def noted(function, *arguments, **options):
+        given.append({name: value for name, value in options.items() if name in wanted})
+        return checkpoint(function, *arguments, **options)
+
+    wanted = {"preserve_rng_state": False, "determinism_check": "none", "early_stop": True, "debug": True}
+    monkeypatch.setattr(activation, "checkpoint", noted)
+    for options in (wanted, {**wanted, "preserve_rng_state": True, "early_stop": False, "debug": False}):
+        given.clear()
+        run([*MODES["full"], *(f"--activation_checkpoint.{name}={str(one).lower()}" for name, one in options.items())])
+        assert given == [options] * ARCH.n_layers
+
+
+def test_the_memory_budget_and_its_plot_reach_the_compiler(monkeypatch):
+    import torch._functorch.config as functorch
+
+    for name in ("activation_memory_budget", "visualize_memory_budget_pareto", "ban_recompute_materialized_backward"):
+        monkeypatch.setattr(functorch, name, getattr(functorch, name))
+    wanted = {"mode": "memory_budget", "memory_budget": 0.25, "visualize_memory_budget_pareto": True}
+    activation._set_memory_budget(ActivationCheckpoint(**wanted), compiled=True)
+    assert (functorch.activation_memory_budget, functorch.visualize_memory_budget_pareto) == (0.25, True)
+    activation._set_memory_budget(ActivationCheckpoint(**(wanted | {"mode": "full"})), compiled=True)
+    assert (functorch.activation_memory_budget, functorch.visualize_memory_budget_pareto) == (1.0, False)
+
+
 def test_modes_differ_in_what_they_keep(plain):
     sizes = {mode: run(MODES[mode])[2] for mode in ("full", "selective 2")}
     assert sizes["full"] < sizes["selective 2"] < plain[2]

@@ -18,7 +18,8 @@ from shardline.optim.state import optimizer_state
 from tests.model_state import logical_state
 from tests.unit.optim.optimizer_state import load_optimizer_state
 
-LR, BETA1, BETA2, EPS, DECAY, TRUST = 0.02, 0.9, 0.95, 1e-6, 0.1, 0.01
+# None of them is a default.
+LR, BETA1, BETA2, EPS, DECAY, TRUST = 0.02, 0.8, 0.85, 1e-6, 0.2, 0.01
 SIZES = {
     "dim": 32,
     "n_layers": 2,

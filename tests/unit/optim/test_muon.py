@@ -18,13 +18,14 @@ from tests.parity.cases import EXPERTS
 from tests.unit.optim.optimizer_state import load_optimizer_state
 from tests.unit.optim.test_lamb import SIZES, logical_gradients, set_gradients
 
-LR, FACTOR, DECAY, MOMENTUM = 0.02, 3.0, 0.1, 0.9
+LR, FACTOR, DECAY, MOMENTUM = 0.02, 3.0, 0.2, 0.9
 MODELS = {"dense": SIZES, "experts": SIZES | EXPERTS["model.overrides"] | {"mlp_bias": True}}
 
 
 def config(model="dense", **options):
     keys = {f"optimizer.{name}": value for name, value in options.items()}
     given = {"lr": LR, "muon_lr_factor": FACTOR, "weight_decay": DECAY, "muon_momentum": MOMENTUM, "name": "Muon"}
+    given |= {"beta1": 0.8, "beta2": 0.85, "eps": 1e-6}
     usual = {f"optimizer.{name}": value for name, value in given.items()}
     return load_config(overrides={"model.overrides": MODELS[model], **usual, **keys})
 
@@ -60,7 +61,7 @@ def expected_steps(model, options, steps):
             adjust_lr_fn=options.get("muon_adjust_lr"),
             ns_steps=options.get("muon_ns_steps", 5),
         ),
-        torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY, fused=True),
+        torch.optim.AdamW(groups, lr=LR, betas=(0.8, 0.85), eps=1e-6, weight_decay=DECAY, fused=True),
     ]
     for step in range(1, steps + 1):
         set_gradients(model, step)

@@ -17,13 +17,13 @@ from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.optim.state import optimizer_state
 from tests.unit.optim.optimizer_state import load_optimizer_state
 
-DEFAULTS = {
+USUAL = {
     "name": "AdamW",
     "lr": 0.01,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
+    "beta1": 0.8,  # here and below other numbers than the defaults of the config
+    "beta2": 0.85,
+    "eps": 1e-6,
+    "weight_decay": 0.2,
     "implementation": "fused",
     "decay_norms": True,
     "state_dtype": "parameter",
@@ -33,7 +33,7 @@ DEFAULTS = {
 
 
 def config(**options):
-    section = SimpleNamespace(**{**DEFAULTS, **options})
+    section = SimpleNamespace(**{**USUAL, **options})
     return SimpleNamespace(optimizer=section, lora=Lora(), lr_scheduler=LRScheduler())
 
 
@@ -68,7 +68,7 @@ def test_the_implementation_reaches_torch(name, implementation, fused, foreach):
     assert type(optimizer) is getattr(torch.optim, name)
     for group in optimizer.param_groups:
         assert (group["fused"], group["foreach"]) == (fused, foreach)
-        assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.01, (0.9, 0.95), 1e-8, 0.1)
+        assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.01, (0.8, 0.85), 1e-6, 0.2)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
@@ -93,7 +93,7 @@ def test_adamw_decay_is_decoupled_and_adam_decay_is_not():
         model.weight.grad = torch.zeros(1, 1)
         build_optimizer(config(name=name), model).step()
         moved[name] = 1 - model.weight.item()
-    assert moved["AdamW"] == pytest.approx(0.01 * 0.1, rel=1e-3)
+    assert moved["AdamW"] == pytest.approx(0.01 * 0.2, rel=1e-3)
     assert moved["Adam"] == pytest.approx(0.01, rel=1e-3)  # the decay went through the moments
 
 
@@ -104,7 +104,7 @@ def test_norms_and_biases_are_not_decayed_by_option():
     decayed, spared = build_optimizer(config(decay_norms=False), model).param_groups
     assert {id(p) for p in decayed["params"]} == {id(model.first.weight), id(model.last.weight)}
     assert {id(p) for p in spared["params"]} == {id(model.first.bias), id(model.norm.weight)}
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.2, 0.0)
 
 
 def test_frozen_parameters_are_left_out():
@@ -132,7 +132,7 @@ def test_a_registered_optimizer_gets_the_groups_and_the_section(monkeypatch):
     model = Tiny()
     optimizer = build_optimizer(config(name="MySGD", decay_norms=False), model)
     assert isinstance(optimizer, torch.optim.SGD)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     assert optimizer_state(optimizer, model) == {}
     train(model, optimizer, 2)
     saved = {key: tensor.clone() for key, tensor in optimizer_state(optimizer, model).items()}

@@ -22,6 +22,8 @@ from shardline.parallel.data.asynchronous.server import (
     weights_of,
 )
 from shardline.parallel.data.asynchronous.tickets import Tickets, may_take
+from shardline.training.trainer import Trainer
+from tests.e2e.tiny import tiny_config
 
 ASKS, NOTHING = (1.0, 0.0), (0.0, 0.0)
 
@@ -257,3 +259,13 @@ def test_state_that_the_first_step_makes_is_saved():
         with found.as_of_model():
             state = optimizer.state[parameter]["momentum_buffer"].tolist()
     assert state == pytest.approx([1.9] * 2)
+
+
+def test_the_power_of_the_config_reaches_the_server(tmp_path):
+    keys = {"parallelism__data_parallel_mode": "async", "fault_tolerance__async_lr_power": 0.25}
+    trainer = Trainer(tiny_config(tmp_path / "run", **keys))
+    found = trainer.stepper.asynchronous.server
+    found.version, found.set_rate = 15, lambda step, share: share
+    found.add(report(ticket=15, version=0), [torch.zeros_like(value) for value in found.values])
+    trainer.close()
+    assert found.made[16].lr == 16**-0.25

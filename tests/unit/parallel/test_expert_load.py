@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shardline.adapters.lora import NOTHING
 from shardline.config.architecture import Architecture, MixtureOfExperts
 from shardline.models.decoder import Decoder
 from shardline.parallel.expert.balance import ExpertLoad
@@ -42,6 +43,22 @@ def test_biases_move_towards_equal_loads(load):
     load.balance()
     assert load.biases[1].tolist() == [-0.25, -0.25, 0.25, 0.25]
     assert load.biases[2].tolist() == [0.25, -0.25, 0.0, 0.0]
+
+
+def test_the_mean_of_biases_stays(load):
+    load.summary(torch.tensor([10.0, 10.0, 10.0, 50.0, 0.0, 0.0, 20.0, 20.0, 20.0, 20.0, 0.0, 0.0]))
+    load.balance()
+    assert load.biases[1].tolist() == [0.125, 0.125, 0.125, -0.375]
+    assert load.biases[2].tolist() == [0.0] * 4
+
+
+def test_losses_of_workers_are_means_over_them_and_frozen_routers_keep_their_biases():
+    model = Decoder(Architecture(**SIZES, rope_theta=10000.0, norm_eps=1e-5, moe=MOE))
+    two = ExpertLoad(model, torch.device("cpu"), workers=2)
+    row = two.row(tallied(two))
+    assert (row["expert_load"], row["aux_loss"], row["z_loss"]) == (2.0, 0.5, 2.0)
+    model.adaptation = NOTHING
+    assert ExpertLoad(model, torch.device("cpu")).biases == {}
 
 
 def test_the_closing_table_has_the_last_and_the_worst_step():

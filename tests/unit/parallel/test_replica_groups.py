@@ -159,6 +159,35 @@ def test_a_parameter_without_a_gradient_anywhere_keeps_none():
     assert both(work) == {rank: ([[1.0, 1.0], None], 2.0) for rank in (0, 1)}
 
 
+def test_a_row_says_who_took_part_and_what_happened_since_the_last_one():
+    groups, members = object.__new__(ReplicaGroups), [member(10), member(2), member(0), member(5, step=2)]
+    groups.commits, groups.heals, groups.repeats, groups.sent_bytes = 7, 1, 2, 48
+    groups.plan = plan_step("2:x", members)
+    row = {"replica_groups": 3, "replica_place": 1, "replica_commits": 7, "replica_heals": 1, "replica_repeats": 2}
+    assert groups.row() == row
+    assert groups.row() == row | {"replica_repeats": 0}
+    assert groups.engaged() == {"participants": 3, "summed_bytes": 48}
+    groups.plan = plan_step("5:x", members)
+    assert groups.row()["replica_place"] == -1
+
+
+def test_the_time_to_wait_for_another_group_is_that_of_the_config():
+    second = SimpleNamespace(rank=1, from_rank_0=lambda decide: decide())
+    section = load_config(overrides={"fault_tolerance.process_group_timeout_ms": 1234}).fault_tolerance
+    assert ReplicaGroups(section, second, {}, dict).timeout == link.timedelta(seconds=1.234)
+
+
+def test_fewer_groups_than_asked_for_wait_for_others(monkeypatch):
+    groups = object.__new__(ReplicaGroups)
+    groups.section = SimpleNamespace(replica_id=0, min_replica_size=3)
+    groups.name, groups.place, groups.attempt, groups.linked, groups.same = "0:x", "", 0, "", {}
+    there = [[member(0), member(1)], [member(0), member(1)], [member(0), member(1), member(2)]]
+    groups.lighthouse = SimpleNamespace(quorum=lambda own, stop: there.pop(0))
+    monkeypatch.setattr("shardline.parallel.replicas.groups.time.sleep", lambda seconds: None)
+    assert [one.number for one in groups._ask(3, "h", {}, lambda: False)] == [0, 1, 2]
+    assert not there
+
+
 def test_the_global_batch_is_that_of_all_groups():
     layout, arch = Layout(dp_shard=2), None
     base = {"fault_tolerance.enable": True, "training.local_batch_size": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,9 @@ from shardline.config.load import load_config
 from shardline.plan.check import judge
 from shardline.plan.hardware import find_profile
 from shardline.plan.of_config import kept_by, workload_of
+from shardline.plan.report import mfu, report
 from shardline.plan.search import MARGIN, PlanProblem, candidates, changes_of, config_of, search
+from shardline.run.device import flops_per_token
 from tests.unit.plan.test_work import LLAMA, MODELS
 
 H100 = find_profile("h100")
@@ -132,6 +135,21 @@ def test_json_has_the_same_numbers(capsys):
     assert rows[0]["tokens_per_second_per_device"] >= rows[1]["tokens_per_second_per_device"]
     assert sum(rows[0]["memory"].values()) / 2**30 == pytest.approx(rows[0]["memory_gib"], rel=0.01)
     assert sum(rows[0]["parts"].values()) == pytest.approx(rows[0]["step_seconds"], rel=0.01)
+
+
+def test_speed_mfu_and_cost_follow_from_the_time_of_a_step():
+    given = problem()
+    (one,) = search(given, 1)
+    speed = 64 * 8192 / one.time.total / 8
+    assert one.tokens_per_second == pytest.approx(speed)
+    flops, peak = flops_per_token(LLAMA, 8192), H100.peak("bfloat16")
+    assert mfu(given, one) == pytest.approx(speed * flops / peak)
+    frozen = replace(one, workload=replace(one.workload, lora_rank=8))
+    assert mfu(given, frozen) == pytest.approx(speed * (flops - flops_per_token(LLAMA, 0) / 3) / peak)
+    hour = speed * 8 * 3600
+    shown, longer = (report(given, [one], {"tokens": hours * hour, "price": 2.5}) for hours in (36, 240))
+    assert shown.endswith(": 36.0 hours, 720 at 2.5 per GPU and hour")
+    assert longer.endswith(" tokens: 10.0 days, 4,800 at 2.5 per GPU and hour")
 
 
 def test_the_goal_cost_may_take_fewer_gpus(capsys):

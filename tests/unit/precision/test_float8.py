@@ -18,7 +18,7 @@ from shardline.models.experts.grouped import grouped_linear
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
 from shardline.models.products.linear import accumulate, weight_queue
-from shardline.precision import float8
+from shardline.precision import convert, float8
 from shardline.precision.convert import check_device, check_rows
 from shardline.precision.float8 import E4M3, E5M2, LARGEST, Quantized, Recipe, quantize
 from shardline.precision.float8_experts import emulated_linear
@@ -172,6 +172,25 @@ def test_modules_that_are_named_stay_as_they_are(filters, left):
     assert first == (set() if "layers.0" in filters else left)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "fitting", "small"),
+    [
+        (Recipe("tensorwise", emulate=False), [(1040, 4096), (1024, 4112)], [(1024, 4096), (16, 16)]),
+        (Recipe("rowwise", emulate=False), [(4112, 2048), (4096, 2064)], [(4096, 2048), (2048, 8192), (8192, 1024)]),
+    ],
+    ids=["tensorwise", "rowwise"],
+)
+def test_which_weights_are_large_enough(recipe, fitting, small):
+    def suits(shape, automatic, how=recipe):
+        return convert._suits(["layers.0.attention.wo"], torch.empty(shape, device="meta"), [], how, automatic)
+
+    assert [suits(shape, True) for shape in (*fitting, *small)] == [True] * len(fitting) + [False] * len(small)
+    assert all(suits(shape, False) for shape in small)
+    for odd in ((4112, 4104), (4104, 4112)):  # the kernels take multiples of 16
+        assert not suits(odd, False)
+        assert suits(odd, False, recipe._replace(emulate=True))
+
+
 def test_a_filter_that_names_nothing_is_an_error():
     with pytest.raises(ConfigError, match=r"filter_fqns: no module is named 'attention.wx'"):
         built(keys("tensorwise", "attention.wx"))
@@ -181,6 +200,13 @@ def test_experts_are_converted_by_name():
     model, _ = built(FLOAT8_EXPERTS, arch=MODEL | EXPERTS["model.overrides"])
     (products,) = {block.spec.expert_products for block in model.blocks()}
     assert products.linear is emulated_linear
+
+
+def test_experts_that_are_not_named_stay_as_they_are():
+    named = {"quantize.grouped_mm.float8.fqns": ["layers.1.moe"]}
+    model, _ = built(FLOAT8_EXPERTS | named, arch=MODEL | EXPERTS["model.overrides"])
+    converted = [block.spec.expert_products.linear is emulated_linear for block in model.blocks()]
+    assert converted == [number == 1 for number in range(len(model.layers))]
 
 
 def test_products_of_experts_are_near_those_in_float32():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardline.config.architecture import Architecture
 from shardline.models.decoder import Decoder
 from shardline.run.device import (
+    available_memory,
     choose_device,
     device_identity,
     device_name,
@@ -24,6 +26,15 @@ from shardline.run.device import (
 )
 
 CPU = torch.device("cpu")
+
+
+def test_ranks_share_what_the_machine_and_its_control_group_leave(monkeypatch):
+    files = {"meminfo": "MemTotal: 9000 kB\nMemAvailable: 4000 kB\n", "memory.max": "3000000"}
+    files["memory.current"] = "1000000"
+    monkeypatch.setattr(Path, "read_text", lambda self, *more, **options: files[self.name])
+    assert available_memory(CPU, 4) == 500_000
+    files["memory.max"] = "max"
+    assert available_memory(CPU, 2) == 2000 * 1024
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,15 @@ from collections import Counter
 import pytest
 
 from shardline.cli.main import main
+from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
+from shardline.models.flavors import resolve
+from shardline.parallel.pipeline.stages import plan_pipeline
+from shardline.plan.of_config import precision_on
 from shardline.show.chapters import memory_chapter, schedule_chapter, sent_chapter, shards_chapter
 from shardline.show.explain import read_subject
 from shardline.show.explain_text import text_table
+from shardline.show.token_life import TokenPath, token_life
 from shardline.tools.dry_run.dry_run import describe
 from tests.e2e.tiny import TINY
 
@@ -151,6 +156,44 @@ def test_pieces_cover_each_parameter_once_and_every_rank_holds_one(degrees):
         first = matrix["pieces"][0]["region"]
         assert row[3] == " x ".join(str(stop - start) for start, stop in first)
         assert len(matrix["pieces"]) * row[4] == in_stage
+
+
+def life_of(config, **degrees):
+    """The moments of a token, by their names."""
+    layout = resolve_layout(config.parallelism, math.prod(degrees.values()))
+    arch, plan = resolve(config.model), plan_pipeline(config, resolve(config.model), layout)
+    return dict(token_life(TokenPath(config, arch, layout, precision_on(config, "cuda"), plan)))
+
+
+def test_the_life_of_a_token_has_the_numbers_of_its_layout():
+    degrees = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    life = life_of(config_of(**degrees).replace({"training.max_norm": 0.5}), **degrees)
+    heads = "its 2 of 4 query heads and 1 key head."
+    numbers = {
+        "batch": ["micro-batch of 4 x 32 tokens on one of 4 data ranks", "The 2 ranks of its cp and tp groups"],
+        "weights": ["gathered from the 2 ranks", "are freed after it"],
+        "embedding": ["64 numbers, 128 bytes.", "136 of the 272 rows", "64 of the 128 tokens (reduce-scatter)."],
+        "attention": ["In each of 2 layers", "The tokens of the 2 tp ranks are gathered.", heads],
+        "feed-forward": ["its 48 of 96 middle columns"],
+        "loss": ["the 272 rows of the output, 136 on each tp rank."],
+        "backward": ["gradients are scattered"],
+        "gradients": ["summed over 2 ranks", "between 2 replicas (all-reduce)."],
+        "update": ["AdamW updates the weights", "clipped to a norm of 0.5 over all ranks."],
+    }
+    assert list(life) == list(numbers)
+    for moment, parts in numbers.items():
+        assert [part for part in parts if part not in life[moment]] == [], life[moment]
+
+
+def test_what_travels_between_stages_is_a_micro_batch():
+    degrees = {"pp": 2, "cp": 2, "tp": 1, "dp_shard": 1}
+    settings = {"parallelism.pipeline_parallel_microbatch_size": 2, "parallelism.fsdp_reshard_after_forward": "never"}
+    life = life_of(config_of(**degrees).replace(settings), **degrees)
+    assert "micro-batch of 2 x 32 tokens." in life["batch"]
+    assert "one rank in 2 has the token" in life["context"]
+    assert "stay until the end of the step" in life["weights"]
+    assert "cut into 2 stages (0, 1)" in life["next stage"]
+    assert "4.00 KiB from each rank." in life["next stage"]  # 2 x 16 tokens of 64 numbers of 2 bytes
 
 
 def test_memory_is_that_of_each_pipeline_position(everything):

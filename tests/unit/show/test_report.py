@@ -157,6 +157,27 @@ def test_experts_memory_events_and_the_first_step(made):
     assert run["numbers"]["validation"] == 4.75
 
 
+def test_the_numbers_at_the_head_are_of_all_rows_but_speeds_leave_out_the_first(tmp_path):
+    make_run(tmp_path)
+    speeds, memory = [10.0, 600.0, 700.0, 650.0], [0.5, 0.75, 2.5, 1.5]
+    rows = [
+        metrics_row(step, tokens_per_second=speed, mfu=speed / 1e3, memory_gib=most)
+        for step, (speed, most) in enumerate(zip(speeds, memory, strict=True), start=1)
+    ]
+    losses = [{"step": step, "validation_loss": loss} for step, loss in ((1, 5.5), (2, 4.5), (4, 4.75))]
+    write_lines(tmp_path / "metrics.jsonl", [*rows, *losses])
+    assert run_of(tmp_path)["numbers"] == {
+        "loss": 5.0,
+        "validation": 4.5,
+        "tokens_per_second": 650.0,
+        "mfu": 0.65,
+        "memory_gib": 2.5,
+        "tokens": 256,
+        "seconds": STEPS + 1,
+        "restarts": 1,
+    }
+
+
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 

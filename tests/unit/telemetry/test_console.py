@@ -23,7 +23,9 @@ from shardline.telemetry.log import (
     setup_logging,
 )
 from shardline.telemetry.summary import RunSummary, summary
+from shardline.training.trainer import Trainer
 from shardline.words import ShellCommand
+from tests.e2e.tiny import tiny_config
 
 
 @pytest.fixture(autouse=True)
@@ -364,6 +366,22 @@ def test_colors_can_be_switched_off(monkeypatch, color, no_color, expected):
     ConsoleHandler(terminal).emit(logging.LogRecord("shardline", logging.WARNING, "", 0, "careful", None, None))
     assert ("\x1b[33m" in stream.getvalue()) == expected
     assert "warning: careful" in stream.getvalue()
+
+
+@pytest.mark.parametrize("colored", [True, False])
+def test_a_run_has_the_colors_that_its_config_wants(tmp_path, monkeypatch, colored):
+    for name in ("NO_COLOR", "COLORTERM", "JPY_PARENT_PID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", stream)
+    config = tiny_config(tmp_path / "run", metrics__disable_color_printing=not colored)
+    assert (Console(config, tmp_path, rank=1).terminal.color_system is not None) == colored
+    trainer = Trainer(config)
+    logging.getLogger("shardline").warning("careful")
+    trainer.close()
+    assert ("\x1b[33m" in stream.getvalue()) == colored
 
 
 def of_a_kernel(monkeypatch):

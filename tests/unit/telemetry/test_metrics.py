@@ -579,6 +579,18 @@ def test_waiting_for_data_is_measured(tmp_path, monkeypatch):
     assert [row["data_seconds"] for row in strict_rows(tmp_path / "run" / "metrics.jsonl")] == [7.0, 7.0]
 
 
+def test_memory_and_time_of_the_set_up_do_not_count(tmp_path, monkeypatch):
+    peak, clock = [9.0], Clock()
+    monkeypatch.setattr("shardline.telemetry.telemetry.reset_peak", lambda device: peak.append(1.5))
+    monkeypatch.setattr("shardline.telemetry.telemetry.peak_memory_gib", lambda device: peak[-1])
+    trainer = Trainer(tiny_config(tmp_path / "run", training__steps=2))
+    trainer.telemetry.meter.clock = clock
+    clock.now = trainer.telemetry.meter.started + 1000.0
+    trainer.train()
+    rows = strict_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["memory_gib"], row["step_seconds"]) for row in rows] == [(1.5, pytest.approx(0.0, abs=1e-6))] * 2
+
+
 def test_the_learning_rate_of_a_row_is_that_of_its_step(tmp_path):
     config = tiny_config(tmp_path / "run", training__steps=4, lr_scheduler__decay_type="linear")
     Trainer(config).train()

@@ -142,7 +142,8 @@ def test_snapshots_per_freq_and_at_out_of_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("x"))
 
     def train():
-        with Profiler(snapshot_config(), tmp_path, 0, torch.device("cuda")) as profiler:
+        config = snapshot_config(save_memory_snapshot_folder="memory")
+        with Profiler(config, tmp_path, 0, torch.device("cuda")) as profiler:
             for _ in range(3):
                 profiler.step()
             raise torch.OutOfMemoryError
@@ -150,8 +151,8 @@ def test_snapshots_per_freq_and_at_out_of_memory(tmp_path, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         train()
     assert files_in(tmp_path) == {
-        "memory_snapshot/iteration_2/rank0_memory_snapshot.pickle",
-        "memory_snapshot/iteration_4_out_of_memory/rank0_memory_snapshot.pickle",
+        "memory/iteration_2/rank0_memory_snapshot.pickle",
+        "memory/iteration_4_out_of_memory/rank0_memory_snapshot.pickle",
     }
     assert switched == ["all", None]
 

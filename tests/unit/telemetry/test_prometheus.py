@@ -60,13 +60,19 @@ def test_a_run_serves_its_newest_row_on_the_loopback_alone(tmp_path, monkeypatch
         answers["at"] = server.server_address
 
     monkeypatch.setitem(registry.hooks, "after_step", [ask])
-    run(tmp_path / "run", metrics__prometheus_port=0, training__steps=3)
-    written = {row["step"]: row for row in rows(tmp_path / "run")}
+    validation = {"validation__enable": True, "validation__freq": 2, "validation__steps": 1}
+    run(tmp_path / "run", metrics__prometheus_port=0, training__steps=3, **validation)
+    everything = rows(tmp_path / "run")
+    written = {row["step"]: row for row in everything if "loss" in row}
+    validated = {row["step"]: row["validation_loss"] for row in everything if "loss" not in row}
     for step in (1, 2, 3):
         kind, found = answers[step]
         assert kind == CONTENT
         assert (found[("shardline_step",)], found[("shardline_loss",)]) == (step, written[step]["loss"])
         assert found[("shardline_tokens_total",)] == written[step]["tokens"]
+        assert found.get(("shardline_validation_loss",)) == validated.get(step - 1)
+        info = {"layout": "one rank", "model": "llama3 debugmodel", "run": "run"}
+        assert found[("shardline_run_info", *info.items())] == 1
     assert answers["at"][0] == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):  # closed with the loop
         socket.create_connection(answers["at"], timeout=5)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline import registry
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
@@ -64,6 +65,17 @@ def test_the_end_names_the_error(tmp_path):
     with pytest.raises(RuntimeError), rank_log(tmp_path).running(0, 10):
         raise RuntimeError("it broke")
     assert written(tmp_path)[-1]["error"] == "RuntimeError: it broke"
+
+
+def test_the_end_names_what_stopped_the_run(tmp_path, monkeypatch):
+    def ask(trainer, state):
+        trainer.requests.stop = "SIGTERM"
+
+    monkeypatch.setitem(registry.hooks, "after_step", [ask])
+    run(tmp_path)
+    end = written(tmp_path)[-1]
+    assert (end["error"], end["stopped_by"]) == (None, "SIGTERM")
+    assert len([row for row in written(tmp_path) if row["event"] == "step"]) == 2
 
 
 def test_warnings_and_events_of_the_log_become_rows(tmp_path):

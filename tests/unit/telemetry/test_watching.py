@@ -85,7 +85,7 @@ def test_the_machine_of_a_rank_is_named(tmp_path):
 
 
 def steps_of_two_ranks(folder):
-    """Warnings of a run in which rank 1 waits long for its data."""
+    """Warnings of a run in which rank 1 waits long for its data, and what it shows to Prometheus."""
     messages = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_own_logging())
@@ -103,16 +103,19 @@ def steps_of_two_ranks(folder):
         logging.getLogger("shardline").addHandler(handler)
         trainer.train()
         logging.getLogger("shardline").removeHandler(handler)
-    return messages
+    return messages, trainer.telemetry.exporter.text().splitlines()
 
 
 def test_a_run_names_the_rank_whose_data_comes_late(tmp_path):
     pool = Pool()
-    messages, other = pool.run(2, steps_of_two_ranks, tmp_path / "run")
+    (messages, shown), (other, _) = pool.run(2, steps_of_two_ranks, tmp_path / "run")
     pool.close()
     (line,) = (message for message in messages if "is slow" in message)
     assert line.startswith(f"step {ROWS + 1}: rank 1 is slow in loading data: 0.6")
     assert not [message for message in other if "is slow" in message]
+    waited = [line.split()[1] for line in shown if line.startswith('shardline_rank_seconds{rank="1",phase="data"}')]
+    assert [float(one) >= 0.6 for one in waited] == [True]
+    assert any(line.startswith("shardline_run_info{") and 'layout="dp_shard 2"' in line for line in shown)
     warned = [json.loads(row) for row in (tmp_path / "run" / "log" / "telemetry-0.jsonl").read_text().splitlines()]
     assert [row["text"] for row in warned if row["event"] == "warning"] == [line]
 

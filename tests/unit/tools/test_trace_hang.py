@@ -47,6 +47,17 @@ def test_ranks_that_issued_something_else_and_one_without_a_file(tmp_path, capsy
     assert f"other        rank 1: {REDUCE}" in capsys.readouterr().out
 
 
+def test_the_files_of_a_run_are_where_its_config_says(tmp_path):
+    for run, folder in (("own", "flights/of"), ("usual", "comm_traces")):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "config.toml").write_text(f'[comm]\nsave_traces_folder = "{folder}"\n')
+        record(tmp_path / run / folder, 0, [(GATHER, "done")])
+    (tmp_path / "old" / "comm_traces").mkdir(parents=True)
+    (tmp_path / "old" / "config.toml").write_text("[comm]\n")
+    record(tmp_path / "old" / "comm_traces", 0, [(GATHER, "done")])
+    assert [list(read_files(tmp_path / run)) for run in ("own", "usual", "old")] == [[0]] * 3
+
+
 def test_the_ring_keeps_the_last_ones_and_a_quiet_end_is_said(tmp_path, capsys):
     for rank in range(3):
         record(tmp_path, rank, [(GATHER, "done")] * 5, size=2)

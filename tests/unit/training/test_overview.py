@@ -13,6 +13,7 @@ from shardline.parallel.apply import make_model
 from shardline.plan.check import before_start
 from shardline.precision.mixed import choose_precision
 from shardline.run.options import TrainOptions
+from shardline.training import overview
 from shardline.training.memory_need import memory_need, save_bytes
 from shardline.training.overview import usual_rate
 from shardline.training.trainer import Trainer
@@ -113,6 +114,49 @@ def test_the_table_says_which_steps_are_validated(tmp_path, capsys):
     row = started(tmp_path / "run", capsys, **keys)[0]["validation"]
     assert re.fullmatch(r"every 3 steps, and after the first and the last: \d+ samples of demo \(generated text\)", row)
     assert [one["step"] for one in run(tmp_path / "run", **keys) if "validation_loss" in one] == [1, 3, 5]
+
+
+def test_the_table_has_the_clock_of_saves_the_samples_of_a_validation_and_what_is_held(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shardline.training.overview.resident_memory", lambda: 5 * 2**30)
+    validation = {"validation__enable": True, "validation__freq": 3, "validation__steps": 1}
+    saves = {"checkpoint__enable": True, "checkpoint__interval": 60, "checkpoint__interval_type": "seconds"}
+    table, _ = started(tmp_path / "run", capsys, **validation, **saves, checkpoint__keep_latest_k=0)
+    assert table["checkpoints"].startswith("every 60 seconds and at the end, all kept, about ")
+    assert table["validation"].endswith(": 8 samples of demo (generated text)")
+    assert table["memory"].startswith("about 5 GiB of ")
+
+
+def test_the_batch_of_pairs_and_of_ranks_in_words():
+    config = tiny_config("x", training__objective="dpo", training__gradient_accumulation_steps=2)
+    words = "2 x 32 tokens x 4 pairs x 2 micro-batches x 3 data ranks = 24 pairs, 1,536 tokens a step"
+    assert overview._batch(config, 3) == words
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "words"),
+    [
+        (
+            "diloco",
+            {"sync_steps": 8, "outer_momentum": 0.5, "num_fragments": 2, "fragment_sync_delay": 3}
+            | {"should_quantize": True, "quantized_dtype": "float8"},
+            "averaged every 8 steps in 2 fragments, applied 3 steps later, sent in float8"
+            " (DiLoCo, outer rate 0.7, momentum 0.5)",
+        ),
+        ("diloco", {"semi_sync_method": "local_sgd"}, "averaged every 5 steps (local SGD)"),
+        (
+            "async",
+            {"async_staleness": 4, "async_late": "drop", "async_late_seconds": 30.0},
+            "contributions at most 4 steps late, late workers dropped after 30 s",
+        ),
+    ],
+    ids=["diloco", "local-sgd", "async"],
+)
+def test_workers_in_words(mode, changes, words):
+    keys = {f"fault_tolerance__{name}": value for name, value in changes.items()}
+    config = tiny_config("x", parallelism__data_parallel_mode=mode, **keys)
+    found = overview._workers(config, 2)
+    assert found.startswith("2, ")
+    assert found.endswith(words)
 
 
 def test_a_model_of_a_folder_is_named_by_it(tmp_path):
@@ -222,6 +266,11 @@ def test_what_is_kept_of_parameters_is_exact():
     assert bfloat16.state == 4 * 96_576
     muon, *_ = need_of(optimizer__name="Muon")
     assert need.state > muon.state > need.state / 2
+
+
+def test_a_frozen_copy_for_pairs_is_kept_in_the_type_of_computing():
+    need, *_ = need_of(training__objective="dpo", training__mixed_precision_param="bfloat16")
+    assert need.weights == (4 + 2) * 96_576
 
 
 def test_the_rest_is_what_the_planner_expects():

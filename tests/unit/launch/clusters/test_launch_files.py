@@ -251,6 +251,30 @@ def test_a_pod_has_config_disk_secret_probes_and_restarts(capsys, place):
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
 
 
+def test_a_pod_has_time_to_save_memory_for_nccl_and_a_disk_of_the_given_size(capsys):
+    times = ("--comm.stop_timeout_seconds=40", "--checkpoint.save_timeout_seconds=200")
+    found = k8s(capsys, "--kind=jobset", "--storage=7Gi", "--mount=/data", *times)
+    assert found["PersistentVolumeClaim"]["spec"]["resources"]["requests"]["storage"] == "7Gi"
+    pod = found["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 240
+    (container,), volumes = pod["containers"], {volume.pop("name"): volume for volume in pod["volumes"]}
+    places = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
+    assert places == {
+        "/etc/shardline": {"configMap": {"name": "my-run-config"}},
+        "/data": {"persistentVolumeClaim": {"claimName": "my-run-disk"}},
+        "/dev/shm": {"emptyDir": {"medium": "Memory"}},
+    }
+
+
+def test_a_pytorch_job_has_a_master_and_as_many_workers_as_are_left(capsys):
+    spec = k8s(capsys, "--kind=pytorchjob", "--restarts=5", "--nodes=4")["PyTorchJob"]["spec"]
+    assert (spec["nprocPerNode"], spec["runPolicy"]["backoffLimit"]) == ("8", 5)
+    replicas = spec["pytorchReplicaSpecs"]
+    assert {role: one["replicas"] for role, one in replicas.items()} == {"Master": 1, "Worker": 3}
+    (container,) = replicas["Worker"]["template"]["spec"]["containers"]
+    assert {one["name"]: one.get("value") for one in container["env"]}["PET_NNODES"] == "4"
+
+
 def test_the_probe_sees_a_lock_that_is_touched(capsys, place):
     found = k8s(capsys, "--kind=jobset", f"--mount={place}")
     container = found["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
