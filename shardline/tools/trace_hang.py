@@ -80,7 +80,7 @@ def command(run: str, json: bool = False) -> int:
 
 
 def _traces_folder(run: Path) -> str:
-    """`comm.save_traces_folder` of a run, by the config that it keeps."""
+    """Return `comm.save_traces_folder` from the config in the run folder."""
     try:
         return str(tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["comm"]["save_traces_folder"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -88,7 +88,7 @@ def _traces_folder(run: Path) -> str:
 
 
 def read_files(path: Path) -> dict[int, FlightFile]:
-    """The recorders' files in a folder, or in that of a run, by rank."""
+    """Return the recorders' files in a folder or in a run, by rank."""
     inside = path / _traces_folder(path)
     folder = inside if inside.is_dir() else path
     files = [found for found in sorted(folder.glob("*.json")) if re.search(r"\d+\.json$", found.name)]
