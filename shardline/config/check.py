@@ -76,7 +76,7 @@ def refuse_pending(config: Config) -> None:
 
 
 def notes(config: Config) -> list[str]:
-    """Lines to log: given keys that have no effect, or not the full one. Keys with the same reason share a line."""
+    """Lines to log: set keys that have no effect, or not the full one. Keys with the same reason share a line."""
     found: dict[str, list[str]] = {}
     seen: set[str] = set()
     for rule, key in (*_matches(config, "idle"), *_matches(config, "note")):

@@ -128,7 +128,6 @@ _LATE = Refusal(
 )
 _SHARD = "set {} = 1, and shard with parallelism.data_parallel_shard_degree"
 # Features that need to know the arithmetic of a block: feature -> remedy.
-# Features that need to know the arithmetic of a block: feature -> remedy.
 _NATIVE_ONLY = {
     **dict.fromkeys(
         ("TP", "TP without sequence parallel", "async TP", "whole loss on every TP rank"),

@@ -91,7 +91,7 @@ def resolve_layout(section: Parallelism, world_size: int) -> Layout:
     if len(open_axes) > 1:
         raise ConfigError(
             "parallelism.data_parallel_replicate_degree = -1: data_parallel_shard_degree is -1 too, and only one of"
-            " them can take the remaining ranks; give a number for the other"
+            " them can take the remaining ranks; set a number for the other"
         )
     for axis in open_axes:
         degrees[axis] = max(world_size // given, 1)

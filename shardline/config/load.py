@@ -106,7 +106,7 @@ def _one_file(positional: str | os.PathLike[str] | None, flag: str | None) -> st
         return flag
     name = os.fspath(positional)
     if flag is not None and os.path.abspath(flag) != os.path.abspath(name):
-        raise ConfigError(f"{WHERE}: two config files: {name!r} and --job.config_file {flag!r}; give one")
+        raise ConfigError(f"{WHERE}: two config files: {name!r} and --job.config_file {flag!r}; pass only one")
     return name
 
 

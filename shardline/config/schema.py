@@ -519,7 +519,7 @@ class FaultTolerance(Section):
     fragment_sync_delay: NonNegative = key(0, "Steps between sending a fragment and applying its average.")
     fragment_update_alpha: Fraction = key(0.0, "Share of a worker's own weights that stays when an average is applied.")
     should_quantize: bool = key(False, "Send changes in 8 bits.")
-    quantized_dtype: Literal["int8", "float8"] = key("int8", "8-bit type of these changes.")
+    quantized_dtype: Literal["int8", "float8"] = key("int8", "8-bit type of the changes that are sent.")
     outer_lr: PositiveFloat = key(0.7, "Learning rate with which the averaged change moves the global weights.")
     outer_momentum: Beta = key(0.9, "Nesterov momentum of these outer steps.")
     async_staleness: NonNegative = key(

@@ -105,7 +105,7 @@ def _why_unset(config: Config, key: str) -> str | None:
         if key in LESS_LAYERS:
             return ": 1; if both ends of the pipeline have that, stages are split by weights"
         if key in ALTERNATIVES and config.value(ALTERNATIVES[key]) is not None:
-            return f": {ALTERNATIVES[key]} is given"
+            return f": {ALTERNATIVES[key]} is set"
     return "" if config.value(key) is None and leaves()[key].default is None else None
 
 

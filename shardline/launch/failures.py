@@ -39,7 +39,7 @@ def choose_cause(reports: list[Report]) -> Report:
 def explain(error: RuntimeError) -> str | None:
     """One line for an error that another rank or machine caused, else None; our own launcher needs none.
 
-    Under another launcher nobody compares the errors of all ranks.
+    Other launchers do not compare the errors of all ranks.
     """
     report = report_of(error)
     why = str(error).strip().partition("\n")[0]

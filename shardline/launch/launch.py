@@ -190,12 +190,12 @@ def _check_endpoint(options: TrainOptions, nodes: int) -> None:
 
 
 def _note_lost_machine(config: Config, restarts: bool) -> None:
-    """Print a note where comm.lost_machine_seconds is given and no machine is ever given up."""
+    """Print a note where comm.lost_machine_seconds is set and no machine is ever given up."""
     key = "comm.lost_machine_seconds"
     if restarts or config.value(key) == leaves()[key].default:
         return
     if LAUNCHER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # our own launcher has printed it
-        print(f"note: {key} has no effect: neither --max-restarts nor --nnodes MIN:MAX is given", file=sys.stderr)
+        print(f"note: {key} has no effect: neither --max-restarts nor --nnodes MIN:MAX is set", file=sys.stderr)
 
 
 def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:

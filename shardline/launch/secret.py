@@ -26,7 +26,7 @@ def job_secret(options: TrainOptions) -> bytes:
     """The secret of this job; empty for several machines that were given none."""
     given, file = os.environ.get(VARIABLE, ""), options.rdzv_secret_file
     if given and file:
-        raise UserError(f"{VARIABLE} and --rdzv-secret-file are both given: give one of them")
+        raise UserError(f"{VARIABLE} and --rdzv-secret-file are both set: use only one of them")
     where = f"--rdzv-secret-file {file}" if file else VARIABLE
     text = _read(file).strip() if file else given.strip()
     if not text and (file or given):

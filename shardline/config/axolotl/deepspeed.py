@@ -113,7 +113,7 @@ def _precision(reader: Reader, config: Reader, name: str) -> None:
 
 
 def _only_auto(config: Reader, name: str) -> None:
-    """The optimizer and the schedule are the YAML file's, unless this file gives them numbers."""
+    """The optimizer and the schedule are the YAML file's, unless this file sets numbers for them."""
     options = config.below(name, config.get(name, table, {})).get("params", table, {})
     fixed = [option for option, value in options.items() if value != AUTO]
     if fixed:

@@ -76,12 +76,12 @@ def batch(reader: Reader) -> None:
         if steps * micro != size:
             reader.problem(name, f"{size} is not a multiple of micro_batch_size = {micro}")
     elif size is not None:
-        reader.idle("batch_size", "gradient_accumulation_steps is given")
+        reader.idle("batch_size", "gradient_accumulation_steps is set")
     reader.set("training.gradient_accumulation_steps", 1 if steps is None else steps, name)
 
 
 def steps_of(reader: Reader) -> int | None:
-    """The length of the run in steps, where `max_steps` gives it."""
+    """The length of the run in steps, if `max_steps` sets it."""
     steps = reader.get("max_steps", whole)
     return steps if steps is not None and steps > 0 else None
 
@@ -150,7 +150,7 @@ def weights(reader: Reader) -> None:
             " model_quantization_config_kwargs: {dequantize: true}",
         )
     elif options:
-        reader.idle("model_quantization_config_kwargs", "model_quantization_config is not given")
+        reader.idle("model_quantization_config_kwargs", "model_quantization_config is not set")
 
 
 def memory(reader: Reader) -> None:

@@ -49,12 +49,12 @@ RULES: list[Rule] = [
     *values.PENDING,
     *workers.GROUPS_PENDING,
     not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
-    # Missing: packages that are not installed, and data that nobody named.
+    # Missing: packages that are not installed, and data that is not named.
     *workers.MISSING,
     *experts.MISSING,
     *telemetry.MISSING,
     *data.MISSING,
-    # Idle: keys that are given and have no effect. Of several reasons the first is reported.
+    # Idle: keys that are set and have no effect. If there are several reasons, the first is reported.
     *experts.IDLE,
     *telemetry.TRACES,
     *parallelism.PIPELINE,

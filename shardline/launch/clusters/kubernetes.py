@@ -62,7 +62,7 @@ def command(
 ) -> int:
     """Write the manifests, print them, or give them to kubectl."""
     if dry_run and submit:
-        raise UserError("--dry-run prints the manifests and --submit submits them: give one of them")
+        raise UserError("--dry-run prints the manifests and --submit submits them: use only one of them")
     if not image:
         raise UserError("--image is missing: the image that has shardline, such as registry.example.org/shardline:1")
     job = make_job(

@@ -84,7 +84,7 @@ def command(
 ) -> int:
     """Write the script, print it, or submit it."""
     if dry_run and submit:
-        raise UserError("--dry-run prints the script and --submit submits it: give one of them")
+        raise UserError("--dry-run prints the script and --submit submits it: use only one of them")
     if mounts and not container:
         raise UserError("--mounts is for --container: without a container, a run sees all files of the machine")
     job = make_job(

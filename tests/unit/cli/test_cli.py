@@ -99,7 +99,7 @@ def test_each_command_explains_itself(run, name):
         ),
         (["config", "--model.flavor=9B"], "command line: model.flavor = '9B': llama3 has no such flavor"),
         (["config", "--model.overrides.n_kv_heads=3"], "command line: model: n_kv_heads (3) must divide n_heads (16)"),
-        (["config", "--training.epochs=1", "--training.steps=1"], "training.epochs: given together"),
+        (["config", "--training.epochs=1", "--training.steps=1"], "training.epochs: conflicts with"),
         (["config", "--diff", "demo"], "--diff needs 2 values: A B"),
         (["config", "--diff", "demo", "demo", "--training.steps=1"], "takes nothing else"),
         (["export", "a"], "OUT is missing"),

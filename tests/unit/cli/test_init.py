@@ -69,7 +69,7 @@ def test_input_that_ends_names_the_option(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n"))
     code, _, err = run("init", str(tmp_path / "run.toml"))
     assert (code, list(tmp_path.iterdir())) == (2, [])
-    assert "the input ended before question 3: give --goal VALUE" in err
+    assert "the input ended before question 3: pass --goal VALUE" in err
 
 
 def test_ctrl_c_at_a_terminal_leaves_nothing(tmp_path):

@@ -70,7 +70,7 @@ def test_another_model_leaves_the_overrides_of_the_one_before(write, words, kept
     assert config.model.overrides == kept
     assert config.model.tokenizer_path == "bytes"
     name, _, value = words[0].removeprefix("--").partition("=")
-    dropped = f"command line: {name} = {value!r} drops what {file}:5 says of llama3 debugmodel: model.overrides.dim"
+    dropped = f"command line: {name} = {value!r} drops what {file}:5 sets for llama3 debugmodel: model.overrides.dim"
     assert config.alias_notes == (() if "n_layers" in kept else (f"{dropped}, model.overrides.n_layers",))
 
 
@@ -78,7 +78,7 @@ def test_a_file_that_extends_another_model_leaves_its_overrides(write):
     write("base.toml", '[model]\nflavor = "debugmodel"\noverrides = {dim = 128}\n')
     child = load_config(write("run.toml", 'extends = "base.toml"\n[model]\nflavor = "1B"\n'))
     assert child.model.overrides == {}
-    assert "base.toml:3 says of llama3 debugmodel: model.overrides" in child.alias_notes[0]
+    assert "base.toml:3 sets for llama3 debugmodel: model.overrides" in child.alias_notes[0]
     write("packed.toml", '[model.overrides]\nattn_mask_type = "block_causal"\n')  # of no model
     child = load_config(write("run.toml", 'extends = "packed.toml"\n[model]\nflavor = "1B"\n'))
     assert child.model.overrides == {"attn_mask_type": "block_causal"}

@@ -154,7 +154,7 @@ def test_the_time_to_wait_for_a_lost_machine_needs_restarts(variables, monkeypat
     monkeypatch.setattr("shardline.launch.launch._run", lambda config, options: 0)
     monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: 0)
     monkeypatch.setattr("shardline.launch.launch.start", lambda *given: 0)
-    note = "note: comm.lost_machine_seconds has no effect: neither --max-restarts nor --nnodes MIN:MAX is given\n"
+    note = "note: comm.lost_machine_seconds has no effect: neither --max-restarts nor --nnodes MIN:MAX is set\n"
     words, restarts = ["train", "--comm.lost_machine_seconds", "20", "--checkpoint.enable"], ["--max-restarts", "1"]
     variables()
     assert main(words) == 0

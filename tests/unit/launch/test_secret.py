@@ -37,7 +37,7 @@ def test_machines_read_it_from_the_environment_or_a_file_of_their_own(monkeypatc
     assert of_file(file) == of_file(file, "1") == SECRET.encode()
     monkeypatch.setenv(secret.VARIABLE, SECRET)
     assert job_secret(TrainOptions(nnodes="2")) == SECRET.encode()
-    with pytest.raises(UserError, match="are both given: give one"):
+    with pytest.raises(UserError, match="are both set: use only one"):
         of_file(file)
 
 

@@ -105,7 +105,7 @@ def test_nothing_is_submitted_or_overwritten_unasked(capsys, place, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["slurm", "--dry-run", "--submit"], "give one of them"),
+        (["slurm", "--dry-run", "--submit"], "use only one of them"),
         (["slurm", "--mounts=/a:/b"], "--mounts is for --container"),
         (["slurm", "--env-file=none"], "--env-file none cannot be read"),
         (["slurm", "--env-file=bad.env"], "--env-file bad.env, line 2: expected NAME=VALUE"),
