@@ -116,7 +116,7 @@ def measure_all(bench: Bench, ops: list[str], sizes: list[int], dtype: str, json
     device = device_name(bench.device)
     if prints and bench.through_host:
         staged = ", all_to_all and p2p through host memory"
-        print(f"note: ranks share a GPU, so these numbers are gloo's, not NCCL's{staged}", file=sys.stderr)
+        print(f"note: ranks share a GPU, so these are numbers of gloo, not of NCCL{staged}", file=sys.stderr)
     for op in ops:
         if prints and not json:
             print(f"# {op} over {bench.axis.name}: {bench.axis.size} ranks, {bench.backend}, {device}")

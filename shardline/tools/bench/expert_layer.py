@@ -77,7 +77,7 @@ class ExpertLayer:
         assert arch.moe is not None
         if arch.moe.n_experts > arch.dim:
             raise UserError(
-                f"{arch.moe.n_experts} experts are too many: a token has only {arch.dim} numbers to choose with"
+                f"{arch.moe.n_experts} experts are too many for tokens of {arch.dim} numbers to choose among"
             )
         # The choices are fixed; expert groups, of which a token uses only some, would change them.
         self.spec = spec = arch.moe.model_copy(update={"n_groups": 1, "top_groups": 1})

@@ -258,7 +258,7 @@ def _check(layer: ExpertLayer, x: Tensor, travel: Travel, allowed: float) -> Non
         apart = (layer.forward(x, way, with_shared=False).float() - wanted).norm(dim=1) / wanted.norm(dim=1)
         worst = int(apart.argmax())
         if not apart[worst] < allowed:
-            raise WrongResult(f"token {worst} is off by {apart[worst]:.1%} from the result of a loop over the experts")
+            raise WrongResult(f"token {worst} is off by {apart[worst]:.1%} from a loop over the experts")
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_a_wrong_result_ends_with_exit_code_1(tmp_path):
     words = ["--flavor", "debugmodel", "--tokens", "16", "--iterations", "1"]
     done = command("bench", "experts", *words, f"--experimental.custom_import={tmp_path / 'wrong.py'}", env=ON_CPU)
     assert done.returncode == 1
-    assert re.search("token (3|11) is off by .* from the result of a loop over the experts", done.stderr)  # of both parts
+    assert re.search("token (3|11) is off by .* from a loop over the experts", done.stderr)  # of both parts
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_a_rank_that_gets_no_rows_computes_without_transfers(monkeypatch):
 def test_more_experts_than_numbers_of_a_token_are_refused(monkeypatch):
     monkeypatch.setitem(job.axes, "ep", collectives.Axis("ep", None, 2, 0))
     arch = debug_arch(moe={"n_experts": 512})
-    with pytest.raises(experts.UserError, match="512 experts are too many: a token has only 256 numbers to choose with"):
+    with pytest.raises(experts.UserError, match="512 experts are too many for tokens of 256 numbers to choose among"):
         ExpertLayer(arch, torch.float32, CPU)
 
 
