@@ -150,7 +150,7 @@ def test_the_doctor_looks_at_both_hosts(tmp_path):
     assert ([doctor.returncode for doctor in doctors], nothing) == ([0, 0], ""), error
     found = json.loads(shown)["findings"]
     of = {topic: [one["text"] for one in found if one["topic"] == topic] for topic in ("gloo", "clocks", "cores")}
-    assert all("2 ranks met" in one for one in of["gloo"])
+    assert all("2 ranks connected" in one for one in of["gloo"])
     assert {host.interface for host in hosts} == {re.search(r"over (\w+)", one)[1] for one in of["gloo"]}
     (clocks,) = of["clocks"]
     assert hosts[1].name in clocks

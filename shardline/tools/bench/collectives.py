@@ -1,4 +1,4 @@
-"""The collectives of a benchmark: buffers, calls that are timed, and results that are checked element by element."""
+"""The collectives of a benchmark: buffers, timed calls, and results checked element by element."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardline.comm.observe import Observed
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 WARM_UP = 3
-TIMED_SECONDS = 0.5  # of calls, if their number was not given
+TIMED_SECONDS = 0.5  # of calls, if --iterations is not set
 LEAST, MOST = 5, 200
-TILE = 2**16  # periods of the pattern that are written or compared at once
+TILE = 2**16  # repetitions of the pattern that are written or compared at once
 
 
 class WrongResult(RuntimeError):
@@ -29,7 +29,7 @@ class WrongResult(RuntimeError):
 class CollectiveTime:
     op: str
     size: int  # bytes
-    count: int  # elements as nccl-tests count them: those of one rank
+    count: int  # elements of one rank, as nccl-tests count them
     iterations: int
     seconds: float
     algbw: float  # 1e9 bytes per second
@@ -40,8 +40,8 @@ class CollectiveTime:
 class Case:
     """One collective on buffers of one size.
 
-    `x` and `result` are cut into equal parts: into each part of `x` one of the patterns `given` is written, and each
-    part of `result` must then hold one of the patterns `expected`.
+    `x` and `result` are split into equal parts: each part of `x` is filled with one of the patterns `given`, and
+    afterwards each part of `result` must hold the corresponding pattern of `expected`.
     """
 
     op: str
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def size(self) -> int:
-        """Bytes as nccl-tests count them: those of the larger buffer."""
+        """Bytes of the larger buffer, as nccl-tests count them."""
         return max(x.numel() * x.element_size() for x in (self.x, self.result))
 
 
@@ -68,7 +68,7 @@ class Bench:
         backends = dict(part.split(":") for part in dist.get_backend_config(axis.group).split(","))
         self.backend = backends[device.type]
         self.through_host = self.backend == "gloo" and device.type == "cuda"
-        # Values are small enough for sums to be exact in every type up to 128 ranks.
+        # Values are small enough for exact sums in every dtype with up to 128 ranks.
         self.period = max(2, min(13, 256 // axis.size))
 
     def measure(self, op: str, size: int) -> CollectiveTime:
@@ -87,12 +87,12 @@ class Bench:
         return CollectiveTime(op, case.size, case.count, iterations, seconds, algbw, algbw * factor)
 
     def case(self, op: str, size: int) -> Case:
-        """Buffers of `size` bytes or a little less: a whole number of elements for every rank, at least one."""
+        """Return buffers of `size` bytes or a little less: a whole number of elements for every rank, at least one."""
         made: Case = getattr(self, f"_{op}")(max(1, size // self.dtype.itemsize // self.axis.size))
         return made
 
     def _timed(self, case: Case, iterations: int) -> float:
-        """Seconds of one call on the slowest rank; all ranks start together."""
+        """Return the seconds of one call on the slowest rank; all ranks start together."""
         collectives.max_in_place(torch.zeros(1, device=self.device), "world")
         self._synchronize()
         started = time.perf_counter()
@@ -166,13 +166,13 @@ class Bench:
         return torch.full((count,), -1.0, dtype=self.dtype, device=self.device)
 
     def _host_buffers(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors that are sent and received: copies in host memory if the backend needs them."""
+        """Return the tensors to send and receive: copies in host memory if the backend needs them."""
         if not self.through_host:
             return list(tensors)
         return [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
 
     def _pattern(self, rank: int, to: int = 0) -> Tensor:
-        """Whole numbers that repeat along a tensor, different for each rank and for each receiver."""
+        """Return integers that repeat along a tensor, different for each rank and receiver."""
         return (torch.arange(self.period) + 3 * rank + 5 * to) % self.period
 
     def _sum(self, to: int = 0) -> Tensor:

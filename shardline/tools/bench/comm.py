@@ -1,14 +1,14 @@
 """`shardline bench comm`: how fast collectives run over one mesh dimension, by size.
 
-Numbers are those of nccl-tests, for n ranks, `size` bytes and a time t:
+The numbers are those of nccl-tests, for n ranks, `size` bytes and a time t:
 
     size    all_reduce, p2p: of the tensor         all_gather, reduce_scatter, all_to_all: of all ranks' parts together
     algbw = size / t
     busbw = algbw x  2 (n - 1) / n  all_reduce     (n - 1) / n  all_gather, reduce_scatter, all_to_all     1  p2p
 
-so that busbw compares with the speed of a link whatever the operation and n. In p2p every rank sends to the next one
-and receives from the one before, both at once. t is the mean of many calls in a row, on the slowest rank. Every result
-is checked once, element by element.
+so busbw can be compared with the speed of a link for any operation and n. In p2p every rank sends to the next one and
+receives from the previous one at the same time. t is the mean of many consecutive calls, on the slowest rank. Every
+result is checked once, element by element.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 def run(
     config: Config, start: TrainOptions, sizes: str, ops: str, dim: str, dtype: str, iterations: int | None, json: bool
 ) -> int:
-    """Check the options, then start the ranks, or measure if this is one; returns the exit code."""
+    """Check the options, then start the ranks, or measure if this is one; return the exit code."""
     lengths, names = parse_sizes(sizes), parse_ops(ops)
     if dim not in DIMS:
         raise UserError(f"--dim: expected one of {', '.join(DIMS)}, got {dim!r}{nearest(dim, DIMS)}")
@@ -50,7 +50,7 @@ def run(
     config = _with_dim(config, dim, ranks)
     layout = resolve_layout(config.parallelism, ranks)
     if _degree(layout, dim) == 1:
-        raise UserError(f"--dim {dim}: the layout {layout} has one rank there")
+        raise UserError(f"--dim {dim}: the layout {layout} has only one rank there")
 
     def work(mesh: Mesh, device: torch.device) -> int:
         bench = Bench(collectives.axis(dim), device, DTYPES[dtype], iterations)
@@ -61,7 +61,7 @@ def run(
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Sizes in bytes: `1M`, `1M:64M` in doubling steps, or several of these with commas between."""
+    """Parse sizes in bytes: `1M`, `1M:64M` in doubling steps, or several of these separated by commas."""
     sizes = []
     for part in text.split(","):
         low, colon, high = part.partition(":")
@@ -89,7 +89,7 @@ def parse_ops(text: str) -> list[str]:
 
 
 def _wanted(config: Config) -> int:
-    """The ranks of the layout; without one, as many as this machine has GPUs, but at least two."""
+    """Return the number of ranks of the layout; without one, the number of GPUs on this machine, at least two."""
     degrees = [getattr(config.parallelism, key) for key in KEYS.values()]
     named = math.prod(degree for degree in degrees if degree != -1)
     return named if named > 1 else max(2, torch.cuda.device_count())
@@ -112,7 +112,7 @@ def _degree(layout: Layout, dim: str) -> int:
 
 
 def measure_all(bench: Bench, ops: list[str], sizes: list[int], dtype: str, json: bool, prints: bool) -> None:
-    """Measure, and print rows as nccl-tests do, or JSON, on the rank that `prints`."""
+    """Measure, and on the rank that `prints`, print rows as nccl-tests do, or JSON."""
     device = device_name(bench.device)
     if prints and bench.through_host:
         staged = ", all_to_all and p2p through host memory"

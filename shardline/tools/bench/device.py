@@ -1,13 +1,13 @@
 """`shardline bench device`: what this machine can do, as a profile that `shardline plan --gpu FILE` reads.
 
-    products     by shape and type; `achieved` is the best, `sustained` what is left of it after a second at full load
-    attention    forward and backward with a causal mask, whose half counts
-    copy         bytes read and written by a kernel that only copies
-    host         seconds to start a kernel; bytes to and from host memory; bytes written to the disk
-    collectives  with --nproc: all-gather of two sizes over the ranks, from which latency and bandwidth follow
+    products     by shape and dtype; `achieved` is the best, `sustained` the share left after a second of full load
+    attention    forward and backward with a causal mask, of which half counts
+    copy         bytes read and written by a copy kernel
+    host         seconds to launch a kernel; bytes to and from host memory; bytes written to disk
+    collectives  with --nproc: latency and bandwidth, from all-gathers of two sizes over the ranks
 
-Every number's source says that it was measured here. What cannot be measured on one machine, the network between nodes,
-is that of a profile that ships, and its source says so.
+Every number has a source, which says that it was measured here. The network between nodes cannot be measured on one
+machine; its numbers come from a built-in profile, and their source says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardline.tools.bench.collectives import Bench
 from shardline.tools.bench.ranks import on_ranks, rank_count
 
 Times = dict[str, Any]
-# Rows, columns and inner size of products, as layers have them: wide, square, narrow, short inner size, few rows.
+# Rows, columns and inner size of typical products: wide, square, narrow, short inner size, few rows.
 SHAPES = {
     "cuda": ((8192, 28672, 4096), (8192, 6144, 4096), (8192, 4096, 14336), (8192, 8192, 8192), (16384, 8192, 512),
              (8192, 3072, 1024), (1024, 4096, 4096), (8192, 128, 4096)),
@@ -50,7 +50,7 @@ SMALL, LARGE = 2**16, 2**26  # bytes of collectives
 
 
 def run(config: Config, start: TrainOptions, write: str | None, json: bool) -> int:
-    """Measure on one rank, or with several ranks their collectives, too; rank 0 prints and writes."""
+    """Measure on one rank; with several ranks also their collectives. Rank 0 prints and writes."""
     if write is not None and not write.endswith(".toml"):
         raise UserError(f"--write {write}: expected a name that ends with .toml")
     if rank_count(start, 1) == 1:
@@ -111,7 +111,7 @@ def _memory(device: torch.device) -> float:
 
 
 def measure_products(device: torch.device, dtype: str) -> list[dict[str, Any]]:
-    """FLOP/s of each shape; nothing where the device has no such products."""
+    """Return the FLOP/s of each shape; an empty list if the device does not support such products."""
     found = []
     for rows, columns, inner in SHAPES[device.type]:
         try:
@@ -138,7 +138,7 @@ def _product(device: torch.device, dtype: str, rows: int, columns: int, inner: i
 
 
 def sustained(device: torch.device, products: dict[str, list[dict[str, Any]]]) -> float:
-    """The rate of the best product after a second of nothing else, over its rate by itself."""
+    """Return the rate of the best product after a second of running it, divided by its rate alone."""
     if device.type == "cpu" or "bfloat16" not in products:
         return 1.0
     best = max(products["bfloat16"], key=lambda row: row["rate"])
@@ -151,7 +151,7 @@ def sustained(device: torch.device, products: dict[str, list[dict[str, Any]]]) -
 
 
 def measure_attention(device: torch.device) -> dict[str, dict[str, float]]:
-    """FLOP/s of forward and backward by each kernel that runs here, for heads of 128."""
+    """Return the FLOP/s of forward and backward of each kernel that runs here, for heads of 128."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     length, heads = (8192, 16) if device.type == "cuda" else (256, 4)
@@ -186,7 +186,7 @@ def measure_copy(device: torch.device) -> float:
 
 
 def measure_kernel(device: torch.device) -> float:
-    """Seconds of the shortest kernel, many of them in a row on the device."""
+    """Return the seconds of the shortest kernel, from many consecutive ones on the device."""
     x = torch.zeros(1, device=device)
     if device.type != "cuda":
         return timed(lambda: x.add_(1), device)
@@ -198,7 +198,7 @@ def measure_kernel(device: torch.device) -> float:
 
 
 def measure_launch(device: torch.device) -> float:
-    """Seconds in which the host starts one small operation."""
+    """Return the seconds that the host needs to launch one small operation."""
     x = torch.zeros(1, device=device)
     started = time.perf_counter()
     for _ in range(2000):
@@ -217,7 +217,7 @@ def measure_host_link(device: torch.device) -> float:
 
 
 def measure_disk() -> float:
-    """Bytes per second that a file takes, with what it takes to be safe."""
+    """Return the bytes per second of writing a file, fsync included."""
     block = os.urandom(2**22)
     with tempfile.NamedTemporaryFile() as file:
         started = time.perf_counter()
@@ -229,7 +229,7 @@ def measure_disk() -> float:
 
 
 def measure_links(mesh: Mesh, device: torch.device) -> dict[str, float]:
-    """Latency of a hop and bytes per second of a ring, from an all-gather of a few and of many bytes."""
+    """Return the latency of a hop and the bytes per second of a ring, from a small and a large all-gather."""
     bench = Bench(collectives.axis("world"), device, torch.float32, None)
     ranks = mesh.world_size
     small, large = (bench.measure("all_gather", size) for size in (SMALL, LARGE))
@@ -245,7 +245,7 @@ def measure_links(mesh: Mesh, device: torch.device) -> dict[str, float]:
 
 
 def timed(call: Callable[[], object], device: torch.device, calls: int | None = None) -> float:
-    """Seconds of one call: the best of three rounds, each of as many calls as fit into a fifteenth of a second."""
+    """Return the seconds of one call: the best of three rounds, each with as many calls as fit into 1/15 second."""
     for _ in range(2):
         call()
     _synchronize(device)
@@ -278,28 +278,28 @@ def report(found: Times) -> str:
     for dtype, rows in found["products"].items():
         lines.append(f"products in {dtype} (rows, columns, inner size):")
         lines += [f"  {' x '.join(map(str, row['shape'])):<22} {row['rate'] / 1e12:>9.2f} TFLOP/s" for row in rows]
-    lines.append(f"sustained: {found['sustained']:.2f} of the best product after a second of it")
+    lines.append(f"sustained: {found['sustained']:.2f} of the best product's rate after a second")
     for name, rates in found["attention"].items():
         both = f"forward {rates['forward'] / 1e12:.2f}, backward {rates['backward'] / 1e12:.2f} TFLOP/s"
         lines.append(f"attention by {name}: {both}")
     lines.append(f"copy {found['copy'] / 1e9:.1f} GB/s, host link {found['host_link'] / 1e9:.1f} GB/s")
-    lines.append(f"disk {found['disk'] / 1e6:.0f} MB/s; a kernel {found['kernel'] * 1e6:.1f} us, started in")
+    lines.append(f"disk {found['disk'] / 1e6:.0f} MB/s; a kernel {found['kernel'] * 1e6:.1f} us, launched in")
     lines[-1] += f" {found['launch'] * 1e6:.1f} us"
     if "links" in found:
         links = found["links"]
         lines.append(
-            f"{links['ranks']:.0f} ranks: {links['bandwidth'] / 1e9:.2f} GB/s, {links['latency'] * 1e6:.1f} us a hop,"
+            f"{links['ranks']:.0f} ranks: {links['bandwidth'] / 1e9:.2f} GB/s, {links['latency'] * 1e6:.1f} us per hop,"
             f" all-reduce {links['reduce']:.2f} x the ring"
         )
     return "\n".join(lines)
 
 
 def profile_text(found: Times) -> str:
-    """The profile as TOML; each number has a source."""
+    """Return the profile as TOML; each number has a source."""
     here = f"measured on {platform.node()} by shardline bench device, {date.today().isoformat()}"
     cuda = found["kind"] == "cuda"
     links = found.get("links") or {"latency": 2.5e-6, "bandwidth": 300e9 if cuda else 2e9, "reduce": 1.0, "ranks": 1}
-    fallback = here if "links" in found else "not measured: --nproc 2 or more measures it"
+    fallback = here if "links" in found else "not measured: run with --nproc 2 or more"
     tables: dict[str, dict[str, Any]] = {
         "device": {
             "multiprocessors": found["multiprocessors"],
@@ -321,7 +321,7 @@ def profile_text(found: Times) -> str:
         "links.network": NETWORK,
     }
     lines = [f"name = {json_lines.dumps(found['name'])}"]
-    elsewhere = {"links.node": fallback, "links.network": "8 x 400 Gb/s a node, as the profile h100"}
+    elsewhere = {"links.node": fallback, "links.network": "8 x 400 Gb/s per node, as in the profile h100"}
     sources = {}
     for table, values in tables.items():
         lines += ["", f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
@@ -339,7 +339,7 @@ def _rates(found: Times, dtype: str, rows: list[dict[str, Any]]) -> dict[str, fl
 
 
 def half_rate_inner(found: Times) -> float:
-    """The inner size at which a product reaches half of its rate, from the shapes with a long and a short one."""
+    """Return the inner size at which a product reaches half its rate, from shapes with a long and a short one."""
     rows = found["products"].get("bfloat16") or next(iter(found["products"].values()))
     best = max(row["rate"] for row in rows)
     short = min(rows, key=lambda row: row["shape"][2])

@@ -1,10 +1,10 @@
-"""One layer with experts for a benchmark: its weights on this rank, tokens that choose given experts, and three ways.
+"""A layer with experts for a benchmark: this rank's weights, tokens that choose given experts, and three variants.
 
-    overlapped           as in training: rows travel in parts, while the shared expert and the other part are computed
-    one after another    the same transfers of all tokens at once, each waited for where it is started
-    without transfers    each rank computes as many rows as would arrive, all of them copies of its own
+    overlapped           as in training: rows are sent in parts while the shared expert and the other part are computed
+    one after another    the same transfers of all tokens at once, each waited for immediately
+    without transfers    each rank computes as many rows as would arrive, using copies of its own
 
-The router is the identity on the first numbers of a token, which are large for the experts that it shall choose.
+The router is the identity on the first numbers of a token, which are large for the experts that it should choose.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from shardline.models.feed_forward import FeedForwardWeights, Products, narrow, 
 from shardline.models.fused_weights import gate_block
 from shardline.parallel.expert.all_to_all import AXIS
 
-MOST = 0.9  # the largest share of all rows that one rank gets
-UNLIKE = 0.5  # standard deviation of the logarithm of how popular an expert is among those of its rank
-WANTED = 4.0  # is added to a token's number for an expert that it chooses; the others are below 1
+MOST = 0.9  # the largest share of all rows that one rank can get
+UNLIKE = 0.5  # standard deviation of the logarithm of an expert's popularity on its rank
+WANTED = 4.0  # added to a token's number for each chosen expert; the others are below 1
 
 
 # ---- routings --------------------------------------------------------------------------------------------------------
 
 
 def balanced_choices(tokens: int, spec: MixtureOfExperts, device: torch.device) -> Tensor:
-    """(t, k): ranks are chosen in turn, and each rank's experts in turn."""
+    """Return choices (t, k) that go through the ranks in turn, and through each rank's experts in turn."""
     ranks, turns = collectives.axis_size(AXIS), torch.arange(tokens * spec.top_k, device=device)
     here = spec.n_experts // ranks
     return (turns % ranks * here + turns // ranks % here).view(-1, spec.top_k)
 
 
 def skewed_choices(tokens: int, spec: MixtureOfExperts, device: torch.device, skew: float) -> Tensor:
-    """(t, k): rank 0 gets `skew` times the mean number of rows, or as many as it can; experts are drawn, some often."""
+    """Return random choices (t, k): rank 0 gets `skew` times the mean, if possible, and some experts are popular."""
     over, k = collectives.axis(AXIS), spec.top_k
     here = spec.n_experts // over.size
     drawn = torch.Generator().manual_seed(1 + over.rank)
     share = min(skew / over.size, MOST)
     of_first = (k * share + torch.rand(tokens, 1, generator=drawn)).floor()  # of a token's choices, those on rank 0
     of_first = of_first.clamp(k - min(k, spec.n_experts - here), min(k, here))
-    popular = UNLIKE * torch.randn(spec.n_experts, generator=torch.Generator().manual_seed(0))  # on all ranks the same
+    popular = UNLIKE * torch.randn(spec.n_experts, generator=torch.Generator().manual_seed(0))  # the same on all ranks
     keys = popular - torch.empty(tokens, spec.n_experts).exponential_(generator=drawn).log()
-    # The place of each expert among those of rank 0, or among all others, in the order in which a token takes them.
+    # The place of each expert among those of rank 0, or among all others, in a token's order of preference.
     places = [part.argsort(1, descending=True).argsort(1) for part in (keys[:, :here], keys[:, here:])]
     taken = torch.cat([places[0] < of_first, places[1] < k - of_first], dim=1)
     return taken.nonzero()[:, 1].view(-1, k).to(device)
@@ -71,15 +71,15 @@ def skewed_choices(tokens: int, spec: MixtureOfExperts, device: torch.device, sk
 
 
 class ExpertLayer:
-    """Router, this rank's experts and the shared expert, with drawn weights."""
+    """Router, this rank's experts and the shared expert, with random weights."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
         assert arch.moe is not None
         if arch.moe.n_experts > arch.dim:
             raise UserError(
-                f"{arch.moe.n_experts} experts are more than a token of {arch.dim} numbers can choose among"
+                f"{arch.moe.n_experts} experts are too many for tokens of {arch.dim} numbers to choose among"
             )
-        # Choices are given: groups of experts, of which a token uses some, would change them.
+        # The choices are fixed; expert groups, of which a token uses only some, would change them.
         self.spec = spec = arch.moe.model_copy(update={"n_groups": 1, "top_groups": 1})
         self.dim, self.dtype, self.device = arch.dim, dtype, device
         over = collectives.axis(AXIS)
@@ -105,7 +105,7 @@ class ExpertLayer:
         return torch.randn(sizes, generator=self.drawn, dtype=self.dtype, device=self.device)
 
     def tokens(self, chosen: Tensor) -> Tensor:
-        """(t, dim): tokens that choose these experts (t, k)."""
+        """Return tokens (t, dim) that choose these experts (t, k)."""
         x = self.normal(chosen.shape[0], self.dim)
         x[:, : self.spec.n_experts].uniform_(0, 1, generator=self.drawn)
         return x.scatter_add_(1, chosen, x.new_full(chosen.shape, WANTED)).requires_grad_()
@@ -125,13 +125,13 @@ class ExpertLayer:
         return moe(x, self.weights, self.spec, ExpertExchange(travel=travel), (1, x.shape[0]), run, shared)[0]
 
     def both_ways(self, forward: Callable[[Tensor, Travel], Tensor], x: Tensor, travel: Travel, grad: Tensor) -> None:
-        """A forward, compiled or not, and backward, with the gradients of the tokens and of every weight."""
+        """Run forward, compiled or not, and backward, with the gradients of the tokens and of every weight."""
         parts = (x, *self.weights, *(self.shared or ()))
         torch.autograd.grad(forward(x, travel), [part for part in parts if part is not None], grad)
 
     @torch.no_grad()
     def by_loop(self, x: Tensor) -> Tensor:
-        """What the routed experts add to x: a loop over those of this rank, on the tokens of all ranks, summed up."""
+        """Return the output of the routed experts: a loop over this rank's, on all ranks' tokens, summed over ranks."""
         over, w, routing = collectives.axis(AXIS), self.weights, self.routing(x)
         given = (x.detach(), routing.chosen, routing.weights)
         tokens, chosen, weights = (collectives.gather_rows(one, AXIS) for one in given)
@@ -150,7 +150,7 @@ class ExpertLayer:
 
 
 def one_after_another(travel: Travel) -> Travel:
-    """The same transfers, of all tokens at once, each waited for where it is started, forward and backward."""
+    """Return the same transfers, of all tokens at once, each waited for immediately, in forward and backward."""
 
     def depart(*given: Any) -> Any:
         one = travel.depart(*given)
@@ -163,7 +163,7 @@ def one_after_another(travel: Travel) -> Travel:
 
 
 class Stay:
-    """A carrier that sends nothing: as many rows as would arrive are copied from those that are here."""
+    """A carrier that sends nothing: it copies as many of this rank's rows as would arrive."""
 
     def __init__(self, table: Tensor, sizes: Tensor) -> None:
         self.planned = table, sizes

@@ -1,18 +1,18 @@
-"""`shardline bench experts`: rows on their way to experts and back, and a layer with experts that hides them.
+"""`shardline bench experts`: the transfers of rows to experts and back, and a layer with experts that hides them.
 
-Times are medians over rounds in which all candidates take turns, of the slowest rank. The four transfers of a layer:
+Times are medians over rounds in which all candidates take turns, on the slowest rank. The four transfers of a layer:
 
-    dispatch            tokens are sorted by expert, ranks tell each other how many rows come, and these travel
-    combine             results travel back, and those of each token are added up
-    combine backward    gradients of results travel as tokens did; what ranks have told each other is known
-    dispatch backward   gradients of rows and of their weights travel back, and those of each token are added up
+    dispatch            sort tokens by expert, exchange the numbers of rows, and send the rows
+    combine             send results back, and add up those of each token
+    combine backward    send gradients of results as tokens were sent; the numbers of rows are already known
+    dispatch backward   send gradients of rows and of their weights back, and add up those of each token
 
     rows, GB/s          what the busiest rank sends to other ranks, or receives from them, whichever is more
-    DeepEP's GB/s       as DeepEP's own tests count: each token once for every rank with an expert of it, this rank
-                        included, whatever is sent; they time a dispatch whose plan is known, as combine backward is
+    DeepEP's GB/s       as DeepEP's own tests count: each token once for every rank with one of its experts, including
+                        this rank, whatever is sent; they time a dispatch whose plan is known, like combine backward
     hidden              1 - (overlapped - without transfers) / (one after another - without transfers)
 
-A layer is router, experts and shared expert, forward and backward; `expert_layer.py` has its three ways.
+A layer is router, experts and shared expert, forward and backward; `expert_layer.py` has its three variants.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from shardline.tools.bench.collectives import WrongResult
 from shardline.tools.bench.expert_layer import ExpertLayer, Stay, balanced_choices, one_after_another, skewed_choices
 from shardline.tools.bench.ranks import on_ranks, rank_count
 
-TOKENS = {"cuda": 8192, "cpu": 512}  # of a rank, if their number was not given
-OFF, OFF_FLOAT8 = 0.05, 0.2  # errors of one token above rounding, relative to its size
+TOKENS = {"cuda": 8192, "cpu": 512}  # per rank, if --tokens is not set
+OFF, OFF_FLOAT8 = 0.05, 0.2  # allowed error of a token, relative to its norm: above rounding errors
 Runs = dict[str, Callable[[], object]]
 
 
 class Loads(NamedTuple):
-    """How a routing loads the ranks; the same on all of them."""
+    """How a routing loads the ranks; the same values on all of them."""
 
     rows: int  # of the busiest rank, to or from others
-    tokens: int  # of the rank that gets the most, each counted once
+    tokens: int  # of the rank that gets the most; each token counts once
     rank_load: float  # rows of the fullest rank over the mean
     expert_load: float
 
@@ -76,10 +76,10 @@ def run(
     iterations: int | None,
     json: bool,
 ) -> int:
-    """Check the options, then start the ranks, or measure if this is one; returns the exit code."""
+    """Check the options, then start the ranks, or measure if this is one; return the exit code."""
     degree, arch = config.parallelism.expert_parallel_degree, resolve(config.model)
     if degree < 2:
-        raise UserError("one rank holds all experts, no row travels: --ep 2 measures two")
+        raise UserError("one rank holds all experts, so no rows are sent: use --ep 2 or more")
     if rank_count(start, degree) != degree:
         raise UserError(f"--ep {degree} needs {degree} ranks, but {rank_count(start, degree)} were requested")
     check_experts(arch, resolve_layout(config.parallelism, degree))
@@ -112,7 +112,7 @@ def run(
 
 
 def _carriers(wanted: str | None, device: torch.device, speaks: bool) -> dict[str, Carrier]:
-    """The carrier that is wanted, or all that can run here."""
+    """Return the requested carrier, or all that can run here."""
     found, refused = carriers(device)
     if wanted in refused:
         raise UserError(f"--carrier {wanted} cannot be used here: {refused[wanted]}")
@@ -124,7 +124,7 @@ def _carriers(wanted: str | None, device: torch.device, speaks: bool) -> dict[st
 
 
 def _place(layer: ExpertLayer, chosen: Tensor) -> dict[str, Any]:
-    """What numbers depend on beside the routing."""
+    """Return what the numbers depend on in addition to the routing."""
     return {
         "tokens": chosen.shape[0],
         "dtype": str(layer.dtype).removeprefix("torch."),
@@ -146,11 +146,11 @@ def measure(
     float8: bool,
     compile: bool,
 ) -> list[dict[str, Any]]:
-    """Rows of the four transfers, and of the layer."""
+    """Return a row for each of the four transfers, and one for the layer."""
     x, job.carrier = layer.tokens(chosen), carrier
     table, sizes = carrier.plan(count_tokens(chosen, layer.spec.n_experts))
     if layer.device.type == "cuda":
-        torch.cuda.synchronize(layer.device)  # sizes may still be on their way to the host
+        torch.cuda.synchronize(layer.device)  # the copy of the sizes to the host may not be done
     loads = loads_of(table, sizes, chosen)
     _check(layer, x, travel, OFF_FLOAT8 if float8 else OFF)
     told = {"rank_load": round(loads.rank_load, 3), "expert_load": round(loads.expert_load, 3)}
@@ -165,7 +165,7 @@ def measure(
 
 
 def layer_row(times: dict[str, float], tokens: int) -> dict[str, Any]:
-    """Times of the layer in its three ways, tokens per second of a rank, and the share of the transfers hidden."""
+    """Return the times of the layer's three variants, tokens per second of a rank, and the hidden share."""
     overlapped, serial, without = times["overlapped"], times["one after another"], times["without transfers"]
     return {
         **{f"{way.replace(' ', '_')}_ms": seconds * 1e3 for way, seconds in times.items()},
@@ -175,7 +175,7 @@ def layer_row(times: dict[str, float], tokens: int) -> dict[str, Any]:
 
 
 def loads_of(table: Tensor, sizes: Tensor, chosen: Tensor) -> Loads:
-    """`table` and `sizes` (ranks, ranks) have the rows of each rank for each expert and each rank."""
+    """Return the loads. `table` has each rank's rows for each expert, `sizes` (ranks, ranks) those for each rank."""
     ranks, n_experts = len(sizes), table.shape[1]
     away = sizes - sizes.diag().diag()
     meets = torch.zeros(len(chosen), ranks, device=chosen.device).scatter_(1, chosen // (n_experts // ranks), 1.0)
@@ -193,7 +193,7 @@ def _over_mean(rows: Tensor) -> float:
 
 
 def _transfers(layer: ExpertLayer, x: Tensor, travel: Travel) -> Runs:
-    """Each of the four transfers by itself, from its start to what arrives."""
+    """Return each of the four transfers by itself, from its start to the arrival."""
     routing = layer.routing(x)
     weights = routing.weights.requires_grad_()
 
@@ -240,7 +240,7 @@ def _layers(layer: ExpertLayer, x: Tensor, travel: Travel, carrier: Carrier, sta
 
 
 def _seconds(runs: Runs, device: torch.device, rounds: int | None) -> dict[str, float]:
-    """Median seconds of each. On a GPU each sample is the mean of runs in a row, as the host is ahead in training."""
+    """Return median seconds. On a GPU, a sample is the mean of consecutive runs, as in training the host runs ahead."""
     in_a_row = IN_A_ROW if device.type == "cuda" else 1
     names = list(runs)
     medians(runs, names, 1, device, in_a_row)  # warms up
@@ -252,20 +252,20 @@ def _seconds(runs: Runs, device: torch.device, rounds: int | None) -> dict[str, 
 
 @torch.no_grad()
 def _check(layer: ExpertLayer, x: Tensor, travel: Travel, allowed: float) -> None:
-    """Both ways that send rows give what a loop over the experts gives, for every token."""
+    """Check that both variants with transfers agree with a loop over the experts, for every token."""
     wanted = layer.by_loop(x)
     for way in (travel, one_after_another(travel)):
         apart = (layer.forward(x, way, with_shared=False).float() - wanted).norm(dim=1) / wanted.norm(dim=1)
         worst = int(apart.argmax())
         if not apart[worst] < allowed:
-            raise WrongResult(f"token {worst} is off by {apart[worst]:.1%} from what a loop over the experts gives")
+            raise WrongResult(f"token {worst} is off by {apart[worst]:.1%} from a loop over the experts")
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    """A table of the transfers, and lines about the layer."""
+    """Print a table of the transfers, and lines about the layer."""
     *transfers, layer = rows
     loads = (
         f"the fullest rank has {layer['rank_load']:.2f} times the mean, the fullest expert {layer['expert_load']:.2f}"

@@ -1,11 +1,11 @@
-"""`shardline bench overlap`: the products of a tensor-parallel block with their communication, by every backend.
+"""`shardline bench overlap`: the products of a tensor-parallel block with their communication, with every backend.
 
-Times are medians over rounds in which all candidates take turns, of the slowest rank.
+Times are medians over rounds in which all candidates take turns, on the slowest rank.
 
-    matmul       the matrix products alone, not cut            comm        the collective alone
+    matmul       the matrix products alone, not split           comm        the collective alone
     exposed      time - matmul
-    efficiency   1 - exposed / serial's exposed: the share hidden of what communication costs without overlap
-    comm_hidden  1 - exposed / comm, at most 1: the share hidden of the communication's own time
+    efficiency   1 - exposed / serial's exposed: the hidden share of what communication costs without overlap
+    comm_hidden  1 - exposed / comm, at most 1: the hidden share of the communication's own time
 
 Serial's exposed time can be several times its communication: a product runs slower after a wait than back to back.
 """
@@ -51,7 +51,7 @@ def run(
     iterations: int | None,
     json: bool,
 ) -> int:
-    """Check the options, then start the ranks, or measure if this is one; returns the exit code."""
+    """Check the options, then start the ranks, or measure if this is one; return the exit code."""
     degree, arch = config.parallelism.tensor_parallel_degree, resolve(config.model)
     if backend is not None and backend not in NAMES:
         raise UserError(f"--backend: expected one of {', '.join(NAMES)}, got {backend!r}{nearest(backend, NAMES)}")
@@ -90,7 +90,7 @@ def run(
 
 
 def measure_all(shape: Any, allowed: list[str], device: torch.device, rounds: int | None) -> Measured:
-    """Measure every candidate, and for comparison PyTorch's own fused op, which is never chosen."""
+    """Measure every candidate, and for comparison PyTorch's fused op, which is never chosen."""
     tried = candidates(shape.product, allowed)
     theirs: list[Choice] = []
     if "symmetric" in backends:
@@ -155,8 +155,8 @@ def _show(rows: list[dict[str, Any]], device: torch.device) -> None:
 
 
 def together(rows: list[dict[str, Any]]) -> list[str]:
-    """Two lines for each operation: what the chosen backends, and each by itself, hide of what serial adds to all its
-    products together, and of their communication alone, as the mean over products.
+    """Return two lines for each operation, for the chosen backends and for each one: the hidden share of what serial
+    adds to all its products, and of the communication alone, as the mean over products.
     """
     lines = []
     for operation in dict.fromkeys(row["op"] for row in rows):

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: start them, or be one of them."""
+"""Starts the ranks of a benchmark, or runs it as one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def rank_count(options: TrainOptions, wanted: int) -> int:
-    """Ranks of all machines: those already running, those requested, or as many as the benchmark wants."""
+    """Return the ranks of all machines: those already running, those requested, or as many as the benchmark wants."""
     return started_ranks() or nodes_of(options.nnodes) * _processes(options, wanted)
 
 
@@ -31,7 +31,7 @@ def _processes(options: TrainOptions, wanted: int) -> int:
 def on_ranks(
     command: str, config: Config, options: TrainOptions, wanted: int, work: Callable[[Mesh, torch.device], int]
 ) -> int:
-    """Run `work` on every rank of the layout, `wanted` ranks if no number was given; returns the exit code."""
+    """Run `work` on every rank of the layout, by default on `wanted` ranks; return the exit code."""
     ranks = rank_count(options, wanted)
     layout = resolve_layout(config.parallelism, ranks)
     if ranks > 1:

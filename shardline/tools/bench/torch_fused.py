@@ -1,4 +1,4 @@
-"""PyTorch's own fused products, for comparisons: shards are copied from peers' memory while others are multiplied."""
+"""PyTorch's fused products, for comparison: they copy shards from peers' memory while they multiply others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`shardline doctor`: look at machines, ranks and storage before a run, and say what would break it or slow it down.
+"""`shardline doctor`: examine machines, ranks and storage before a run, and say what would break it or slow it down.
 
-Every rank reads its own; rank 0 judges and prints. Exit code 1 where something would break a run.
+Every rank takes its own readings; rank 0 judges them and prints. Exit code 1 if something would break a run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VERDICT_VARIABLE = "SHARDLINE_DOCTOR_VERDICT"  # names a file
 
 
 def run(config: Config, start: TrainOptions, named: bool, json: bool) -> int:
-    """Examine one process, or every rank of a job. `named`: there is a config, whose checkpoints have a size."""
+    """Examine one process, or every rank of a job. `named`: a config was given, so the size of checkpoints is known."""
     need = checkpoint_need(config) if named else None
     folder = Path(config.job.dump_folder or "outputs")
     if rank_count(start, 1) == 1:
@@ -57,7 +57,7 @@ def run(config: Config, start: TrainOptions, named: bool, json: bool) -> int:
 
 @contextlib.contextmanager
 def verdict_of_ranks() -> Iterator[Path]:
-    """A file for the exit code, in the launcher: ranks end with 0, because none of them has failed."""
+    """Provide, in the launcher, a file for the exit code: ranks exit with 0, because none of them has failed."""
     if LAUNCHER_VARIABLE in os.environ:
         yield Path(os.devnull)
         return
@@ -72,7 +72,7 @@ def verdict_of_ranks() -> Iterator[Path]:
 
 
 def leave_verdict(code: int) -> int:
-    """Hand the exit code to the launcher of this machine; under another launcher it is the rank's own."""
+    """Pass the exit code to this machine's launcher; under another launcher, return it as the rank's own."""
     if LAUNCHER_VARIABLE not in os.environ:
         return code
     if os.environ.get("LOCAL_RANK") == "0":
@@ -81,13 +81,13 @@ def leave_verdict(code: int) -> int:
 
 
 def _without_layout(config: Config) -> Config:
-    """The config for any number of ranks: what is examined does not depend on how a model is cut."""
+    """Return the config without its degrees, for any number of ranks: the layout does not affect the examination."""
     keys = [f"parallelism.{key}" for key in KEYS.values()]
     return config.replace({key: leaves()[key].default for key in keys})
 
 
 def checkpoint_need(config: Config) -> CheckpointNeed:
-    """What the checkpoints take; the model is built without memory, whole."""
+    """Return the space that checkpoints need; the whole model is built without memory."""
     precision = choose_precision(config, choose_device(), has_bfloat16=True)
     arch = fitted(resolve(config.model), config)
     model, _ = make_model(arch, config, None, precision)
@@ -99,7 +99,7 @@ def checkpoint_need(config: Config) -> CheckpointNeed:
 
 
 def examine(mesh: Mesh | None, device: torch.device, folder: Path, need: CheckpointNeed | None) -> Examination:
-    """Everything, on every rank; the first rank of a machine reads it, the first one on a device measures that."""
+    """Return all readings, on every rank. The first rank on a machine reads it; the first on a device measures it."""
     ranks = read_ranks(mesh, device)
     rank = 0 if mesh is None else mesh.rank
     hosts = [state.host for state in ranks]
@@ -124,7 +124,7 @@ def examine(mesh: Mesh | None, device: torch.device, folder: Path, need: Checkpo
 
 
 def finish(seen: Examination, json: bool) -> int:
-    """Print what was found; returns the exit code."""
+    """Print the findings; return the exit code."""
     found = findings(seen)
     broken = sum(one.level == "error" for one in found)
     if json:

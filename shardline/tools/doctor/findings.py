@@ -1,8 +1,8 @@
-"""Judges what was read: a finding for each topic, with a remedy where something is wrong.
+"""Judges the readings: a finding for each topic, with a remedy if something is wrong.
 
-error     a run would break on it, or start without what it needs
-warning   a run goes on, slower or with a risk
-ok        what is there
+error     a run would break, or start without something that it needs
+warning   a run works, but slower or with a risk
+ok        what was found
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shardline.tools.doctor.readings import Examination, GPUState, HostState, Ra
 from shardline.words import counted, listed, roughly, sized
 
 Level = Literal["ok", "warning", "error"]
-PYTHON, TORCH = ((3, 11), (3, 14)), ((2, 11), (2, 15))  # from, and below
-LEAST_FILES, FILES_OF_RANK = 1024, 16  # descriptors: a comfortable limit; those of connections to another rank
+PYTHON, TORCH = ((3, 11), (3, 14)), ((2, 11), (2, 15))  # at least, and below
+LEAST_FILES, FILES_OF_RANK = 1024, 16  # descriptors: a comfortable limit; needed per rank for connections
 LEAST_SHARED = 32 * 2**20  # bytes of /dev/shm for each rank that NCCL connects with others
 USUAL_SHARED = 2**30
 SKEW_SECONDS = 1.0
-SLOW_WRITE, SLOW_SYNC = 100e6, 0.1  # bytes/s, seconds: of a file system that makes saves long
-LEAST_MEMORY = 2 * 2**30  # for Python, torch and a small model
-BUSY_MEMORY = 2**30  # of a GPU, taken by others
-SHARE = 0.7  # of what a device should reach
-BEHIND = 0.9  # of the median of equal devices
+SLOW_WRITE, SLOW_SYNC = 100e6, 0.1  # bytes/s, seconds: below and above these, saves take long
+LEAST_MEMORY = 2 * 2**30  # bytes for Python, torch and a small model
+BUSY_MEMORY = 2**30  # bytes of a GPU's memory used by others
+SHARE = 0.7  # of the rate that a device should reach
+BEHIND = 0.9  # of the median rate of equal devices
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ Findings = Iterator[Finding]
 
 
 def findings(seen: Examination) -> list[Finding]:
-    """What is there and what is wrong; the same words for several machines are said once."""
+    """Return the findings; equal findings of several machines appear once."""
     found: dict[Finding, None] = {}
     for rule in HOST_RULES:
         for host in seen.hosts:
@@ -96,10 +96,10 @@ def _gpu(where: str, gpu: GPUState) -> Findings:
         yield Finding("error", "devices", text, "drain the machine and reset the GPU: nvidia-smi --gpu-reset")
     if gpu.slowed:
         text = f"{where} is slowed down by its temperature or its power supply"
-        yield Finding("warning", "devices", text, "look at cooling and power: nvidia-smi -q -d PERFORMANCE")
+        yield Finding("warning", "devices", text, "check cooling and power: nvidia-smi -q -d PERFORMANCE")
     if gpu.link_width and gpu.link_width_most and gpu.link_width < gpu.link_width_most:
         text = f"{where} uses {gpu.link_width} of {gpu.link_width_most} PCIe lanes"
-        yield Finding("warning", "devices", text, "reseat the card, or look at the slot and its riser")
+        yield Finding("warning", "devices", text, "reseat the card, or check the slot and its riser")
     if gpu.memory_used is not None and gpu.memory_used > BUSY_MEMORY:
         text = f"{where}: other programs hold {roughly(gpu.memory_used)} of its memory"
         yield Finding("warning", "devices", text, "end them (nvidia-smi shows their pids)")
@@ -110,15 +110,15 @@ def _links(host: HostState, seen: Examination) -> Findings:
         return
     closed = worst_pairs(host.peers, True)
     if closed:
-        text = f"{host.host}: GPUs {listed(closed)} do not reach each other's memory"
+        text = f"{host.host}: GPUs {listed(closed)} cannot access each other's memory"
         remedy = "switch off ACS in the BIOS, and give a container all GPUs; without it symmetric memory is not used"
         yield Finding("warning", "peer access", text, remedy)
     else:
-        yield Finding("ok", "peer access", f"{host.host}: every GPU reaches the memory of every other")
+        yield Finding("ok", "peer access", f"{host.host}: every GPU can access the memory of every other")
     by_link = [[way.startswith("NV") or way == "X" for way in row] for row in host.paths]
     others = worst_pairs(by_link, True)
     if not host.paths:
-        yield Finding("ok", "NVLink", f"{host.host}: nvidia-smi does not tell")
+        yield Finding("ok", "NVLink", f"{host.host}: unknown to nvidia-smi")
     elif others:
         ways = sorted({way for row in host.paths for way in row if not way.startswith("NV") and way != "X"})
         text = f"{host.host}: GPUs {listed(others)} are connected by {listed(ways)} instead of NVLink"
@@ -131,14 +131,14 @@ def _transport(host: HostState, seen: Examination) -> Findings:
     if not host.gloo:
         yield Finding("error", "gloo", f"{host.host}: this torch has no gloo", "install torch from PyPI or pytorch.org")
     elif not host.interface:
-        text = f"{host.host}: no interface leads to the other ranks"
+        text = f"{host.host}: no network interface leads to the other ranks"
         yield Finding("error", "gloo", text, "name one: GLOO_SOCKET_IFNAME=eth0")
     else:
-        met = f": {counted(len(seen.ranks), 'rank')} met" if seen.job else ""
+        met = f": {counted(len(seen.ranks), 'rank')} connected" if seen.job else ""
         yield Finding("ok", "gloo", f"over {host.interface}{met}")
     if host.gpus:
         if host.nccl:
-            yield Finding("ok", "NCCL", host.versions.get("nccl") or "there")
+            yield Finding("ok", "NCCL", host.versions.get("nccl") or "available")
         else:
             level: Level = "error" if len(seen.ranks) > 1 else "warning"
             text = f"{host.host}: this torch has no NCCL, which ranks with GPUs need"
@@ -156,7 +156,7 @@ def _shared_memory(host: HostState, seen: Examination) -> Findings:
         text = f"{host.host}: {roughly(free)} free in /dev/shm, too little for NCCL between {connected} ranks"
         yield Finding("error", topic, text, remedy)
     elif size < USUAL_SHARED and host.gpus:
-        yield Finding("warning", topic, f"{host.host}: /dev/shm has {roughly(size)}", remedy)
+        yield Finding("warning", topic, f"{host.host}: /dev/shm has only {roughly(size)}", remedy)
     else:
         yield Finding("ok", topic, f"{roughly(free)} of {roughly(size)} free")
 
@@ -172,7 +172,7 @@ def _limits(host: HostState, seen: Examination) -> Findings:
     else:
         yield Finding("ok", "limits", f"open files {_limit(host.open_files)}, processes {_limit(host.processes)}")
     if host.infiniband and host.locked_memory >= 0:
-        text = f"{host.host}: InfiniBand is there, and a process may lock {roughly(host.locked_memory)} of memory"
+        text = f"{host.host}: with InfiniBand, a process may lock only {roughly(host.locked_memory)} of memory"
         yield Finding("warning", "limits", text, "ulimit -l unlimited (LimitMEMLOCK=infinity of the service)")
 
 
@@ -187,7 +187,7 @@ def _cores(host: HostState, seen: Examination) -> Findings:
     text = f"{host.host}: {counted(ranks, 'rank')} on {counted(host.cores, 'core')}{quota}"
     if usable < ranks:
         remedy = "start fewer ranks, or give the job more cores (srun --cpus-per-task, docker run --cpus)"
-        yield Finding("warning", "cores", f"{text}: {usable / ranks:.2g} for a rank", remedy)
+        yield Finding("warning", "cores", f"{text}: {usable / ranks:.2g} per rank", remedy)
     elif host.cpu_quota is not None and host.cpu_quota < host.cores:
         remedy = f"set OMP_NUM_THREADS={max(1, int(usable / ranks))}: torch starts a thread for each core that it sees"
         yield Finding("warning", "cores", text, remedy)
@@ -228,19 +228,17 @@ def _clocks(seen: Examination) -> Findings:
     worst = max(machines.values(), key=lambda rank: abs(rank.clock_ahead))
     text = f"{worst.host} is {worst.clock_ahead:+.6f} s off the first machine (± {worst.clock_error:.6f} s)"
     if abs(worst.clock_ahead) - worst.clock_error > SKEW_SECONDS:
-        remedy = "synchronise clocks (chrony, ntpd): logs, reports and time limits would not agree"
+        remedy = "synchronize clocks (chrony, ntpd): logs, reports and time limits would not agree"
         yield Finding("warning", "clocks", text, remedy)
     else:
-        yield Finding("ok", "clocks", f"the furthest, {text}")
+        yield Finding("ok", "clocks", f"largest difference: {text}")
 
 
 def _storage(seen: Examination) -> Findings:
     for host, place in zip(seen.hosts, seen.storage, strict=False):
         where = f"{host.host}: {place.path}"
         if place.problem:
-            yield Finding(
-                "error", "storage", f"{where}: {place.problem}", "give --job.dump_folder a folder to write to"
-            )
+            yield Finding("error", "storage", f"{where}: {place.problem}", "set --job.dump_folder to a writable folder")
             continue
         speed = f"writes {place.write / 1e6:,.0f} MB/s, reads {place.read / 1e6:,.0f} MB/s"
         text = f"{where} ({place.kind or 'unknown'}) {speed}, a small file is safe in {place.sync_seconds * 1e3:.1f} ms"
@@ -255,7 +253,7 @@ def _storage(seen: Examination) -> Findings:
 def _locking(where: str, place: StorageState) -> Finding:
     if not place.lock_problem:
         return Finding("ok", "locking", f"{where} keeps a second run out")
-    text = f"{where} has no locks ({place.lock_problem}): a heartbeat keeps other runs out, seconds later"
+    text = f"{where} has no locks ({place.lock_problem}): a heartbeat keeps other runs out, but only after seconds"
     return Finding("warning", "locking", text, "mount it with locks (nfs: without nolock; lustre: with flock)")
 
 
@@ -266,9 +264,9 @@ def _free_space(seen: Examination) -> Findings:
         if not need.enabled or place.problem:
             continue
         kept = need.keep or 1
-        most = need.size * (kept + 1)  # a new one is complete before the oldest goes
+        most = need.size * (kept + 1)  # a new one is complete before the oldest is removed
         text = f"{host.host}: {sized(place.free)} free, a checkpoint is {roughly(need.size)}"
-        remedy = "checkpoint.keep_latest_k keeps fewer; checkpoint.folder may lead to another disk"
+        remedy = "keep fewer (checkpoint.keep_latest_k), or set checkpoint.folder to another disk"
         if place.free < need.size:
             yield Finding("error", "free space", text, remedy)
         elif place.free < most:
@@ -292,7 +290,7 @@ def _rate(rate: Rate, usual: float | None) -> Findings:
     if rate.expected is not None:
         text += f", {rate.measured / rate.expected:.0%} of the {rate.expected:,.0f} that this kind of device reaches"
     if rate.expected is not None and rate.measured < SHARE * rate.expected:
-        remedy = "look for other programs, power limits and lost links (nvidia-smi, nvidia-smi nvlink -s)"
+        remedy = "check for other programs, power limits and lost links (nvidia-smi, nvidia-smi nvlink -s)"
         yield Finding("warning", "rates", text, remedy)
     elif usual is not None and rate.measured < BEHIND * usual:
         text += f", and the median of all ranks is {usual:,.3g}"

@@ -1,4 +1,4 @@
-"""Reads GPUs: what the driver says of them, whether they reach each other's memory, and by which way."""
+"""Reads GPUs: what the driver reports, whether they can access each other's memory, and how they are connected."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FIELDS = (
 )
 SLOWED = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown")
 MIB = 2**20
-SECONDS = 20  # for nvidia-smi, which waits for a GPU that hangs
+SECONDS = 20  # limit for nvidia-smi, which waits for a GPU that hangs
 
 
 def cards() -> int:
-    """GPUs of NVIDIA that the kernel knows, whether or not torch can use them."""
+    """Return the number of NVIDIA GPUs that the kernel knows, whether or not torch can use them."""
     return len(list(NVIDIA.glob("*"))) if NVIDIA.is_dir() else 0
 
 
@@ -39,7 +39,7 @@ def driver_version() -> str | None:
 
 
 def cuda_problem() -> str:
-    """Why torch cannot compute on the GPUs that it should see; "" where it can."""
+    """Return why torch cannot compute on the GPUs that it should see; "" if it can."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ""
     if torch.version.cuda is None and torch.version.hip is None:
@@ -60,7 +60,7 @@ def peers() -> list[list[bool]]:
 
 
 def read_gpus() -> list[GPUState]:
-    """What nvidia-smi says of each GPU; without it their names alone."""
+    """Return what nvidia-smi reports for each GPU; without it, only their names."""
     told = parse_query(_nvidia_smi(_query(*FIELDS, *SLOWED)) or _nvidia_smi(_query(*FIELDS)))
     return told or [GPUState(torch.cuda.get_device_name(number)) for number in range(torch.cuda.device_count())]
 
@@ -74,7 +74,7 @@ def _query(*fields: str) -> str:
 
 
 def _nvidia_smi(*words: str) -> str:
-    """What it prints; "" where it is missing, fails or hangs."""
+    """Return what nvidia-smi prints; "" if it is missing, fails or hangs."""
     more = ["--format=csv,noheader,nounits"] if words[0].startswith("--query") else []
     try:
         done = subprocess.run(["nvidia-smi", *words, *more], capture_output=True, text=True, timeout=SECONDS)
@@ -84,7 +84,7 @@ def _nvidia_smi(*words: str) -> str:
 
 
 def parse_query(text: str) -> list[GPUState]:
-    """GPUs from the lines of a query of FIELDS, with or without SLOWED."""
+    """Return the GPUs in the output of a query of FIELDS, with or without SLOWED."""
     found = []
     for row in csv.reader(io.StringIO(text), skipinitialspace=True):
         if len(row) < len(FIELDS):
@@ -109,14 +109,14 @@ def _number(text: str) -> int | None:
 
 
 def parse_topology(text: str) -> list[list[str]]:
-    """The ways between GPUs from the matrix of `nvidia-smi topo -m`: NV18, PIX, PHB, NODE, SYS; X with itself."""
+    """Return the connections between GPUs from `nvidia-smi topo -m`: NV18, PIX, PHB, NODE, SYS; X with itself."""
     plain = re.sub(r"\x1b\[[\d;]*m", "", text)
     rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s+\S", line)]
     return [row[1 : 1 + len(rows)] for row in rows]
 
 
 def worst_pairs(matrix: Sequence[Sequence[object]], good: object) -> list[str]:
-    """`0-1` for each pair of GPUs whose entry is not `good`."""
+    """Return `0-1` and so on for each pair of GPUs whose entry is not `good`."""
     return [
         f"{i}-{j}" for i, row in enumerate(matrix) for j, entry in enumerate(row) if i < j and entry != good
     ]  # fmt: skip

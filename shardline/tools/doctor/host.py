@@ -66,7 +66,7 @@ def versions() -> dict[str, str | None]:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """The cores that a control group allows; None without a limit."""
+    """Return the number of cores that a control group allows; None without a limit."""
     try:
         if (root / "cpu.max").exists():
             quota, period = (root / "cpu.max").read_text().split()
@@ -90,6 +90,6 @@ def _limit(kind: int) -> int:
 
 
 def _first_machine() -> str:
-    """The address at which ranks of several machines meet; "" on one machine."""
+    """Return the rendezvous address of ranks on several machines; "" on one machine."""
     alone = os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
     return "" if alone else os.environ.get("MASTER_ADDR", "")

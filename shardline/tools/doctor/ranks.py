@@ -1,4 +1,4 @@
-"""Measures what ranks do together, and how fast their devices are: clocks, links, products, copies."""
+"""Measures clocks and links between ranks, and how fast their devices are: products and copies."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardline.run.device import device_name
 from shardline.tools.bench import device as bench
 from shardline.tools.doctor.readings import RankState, Rate
 
-QUESTIONS = 8  # to each machine; the fastest answer counts
+QUESTIONS = 8  # per machine; the fastest answer counts
 
 
 class ClockReading(NamedTuple):
-    """By how much another clock is ahead, and by how much that may be wrong."""
+    """By how much another clock is ahead, and the possible error of that."""
 
     ahead: float
     error: float
 
 
 def compare_clocks(ask: Callable[[], float], now: Callable[[], float] = time.time) -> ClockReading:
-    """Compare this clock with one that `ask` returns: the middle of the fastest question is when it was read."""
+    """Compare this clock with the one that `ask` reads, presumably halfway through the fastest of the questions."""
     found = []
     for _ in range(QUESTIONS):
         asked = now()
@@ -38,7 +38,7 @@ def compare_clocks(ask: Callable[[], float], now: Callable[[], float] = time.tim
 
 
 def read_ranks(mesh: Mesh | None, device: torch.device) -> list[RankState]:
-    """Every rank of the job, on every rank; clocks are those of machines, compared by the first rank of each."""
+    """Return all ranks of the job, on every rank; the first rank of each machine compares the machine's clock."""
     host, kind = socket.gethostname(), device_name(device) if device.type == "cuda" else "cpu"
     if mesh is None or mesh.world_size == 1:
         return [RankState(0, host, kind)]
@@ -75,7 +75,7 @@ def _answer() -> None:
 
 
 def device_rates(rank: int, device: torch.device) -> list[Rate]:
-    """The rates of this rank's device alone."""
+    """Return the rates of this rank's device."""
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     hardware = profile_for(device_name(device)) if device.type == "cuda" else None
     products = bench.measure_products(device, dtype)
@@ -92,7 +92,7 @@ def device_rates(rank: int, device: torch.device) -> list[Rate]:
 
 
 def link_rate(mesh: Mesh, device: torch.device, machines: int) -> Rate:
-    """What a rank sends in a ring over all ranks, the slowest way of it included."""
+    """Return the rate at which a rank sends in a ring over all ranks, which the slowest link limits."""
     measured = bench.measure_links(mesh, device)["bandwidth"] / 1e9
     hardware = profile_for(device_name(device)) if device.type == "cuda" else None
     link = None if hardware is None else hardware.node if machines == 1 else hardware.network

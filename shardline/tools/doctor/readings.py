@@ -1,4 +1,4 @@
-"""What `shardline doctor` reads of a job: one record for each machine, each rank and each measured rate."""
+"""What `shardline doctor` reads: one record for each machine, each rank and each measured rate."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GPUState:
-    """One GPU as its driver reports it; None where the driver does not say."""
+    """One GPU as its driver reports it; None for what the driver does not report."""
 
     name: str
-    memory_used: float | None = None  # bytes, of other programs
+    memory_used: float | None = None  # bytes used by other programs
     link_width: int | None = None  # PCIe lanes now
     link_width_most: int | None = None
-    uncorrected_errors: int | None = None  # of its memory, since the driver was loaded
+    uncorrected_errors: int | None = None  # memory errors since the driver was loaded
     slowed: bool | None = None  # by heat, or by the power supply
 
 
@@ -25,9 +25,9 @@ class HostState:
 
     host: str
     versions: Mapping[str, str | None]  # shardline, python, torch, cuda, nccl, linux, driver
-    cores: int  # that this process may run on
-    cpu_quota: float | None  # cores that the control group allows
-    memory_left: int | None  # bytes for new programs, the control group's limit included
+    cores: int  # available to this process
+    cpu_quota: float | None  # cores allowed by the control group
+    memory_left: int | None  # bytes for new programs, within the control group's limit
     shared_memory: tuple[int, int] | None  # bytes of /dev/shm: all, free
     open_files: int  # limits of this process; -1: none
     processes: int
@@ -35,25 +35,25 @@ class HostState:
     infiniband: bool
     gloo: bool
     nccl: bool
-    interface: str | None = None  # of gloo
+    interface: str | None = None  # that gloo uses
     cards: int = 0  # GPUs that the kernel knows
-    hidden: bool = False  # CUDA_VISIBLE_DEVICES is empty: somebody wants the CPU
+    hidden: bool = False  # CUDA_VISIBLE_DEVICES is empty: the user wants the CPU
     cuda_problem: str = ""  # why the GPUs cannot be used
     gpus: Sequence[GPUState] = ()
     peers: Sequence[Sequence[bool]] = ()  # whether GPU i may read the memory of GPU j
-    paths: Sequence[Sequence[str]] = ()  # how GPU i is connected with GPU j, in nvidia-smi's words
+    paths: Sequence[Sequence[str]] = ()  # how GPU i is connected to GPU j, in nvidia-smi's words
 
 
 @dataclass(frozen=True)
 class StorageState:
-    """The file system that a run's folder is on."""
+    """The file system of a run's folder."""
 
     path: str
     problem: str = ""  # why nothing can be written
     kind: str = ""  # ext4, nfs4, ...
     free: int = 0
-    write: float = 0.0  # bytes/s of a file, until it is safe on the disk
-    read: float = 0.0  # of the same file, out of the cache where it has one
+    write: float = 0.0  # bytes/s of writing a file, fsync included
+    read: float = 0.0  # bytes/s of reading it again, past the cache if possible
     sync_seconds: float = 0.0  # until a small file is safe
     lock_problem: str = ""  # why flock does not keep a second process out
 
@@ -71,7 +71,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Rate:
-    """A measured rate beside the one that the device should reach; None where there is no profile of it."""
+    """A measured rate and the one that the device should reach; None if there is no profile for it."""
 
     what: str
     rank: int
@@ -82,23 +82,23 @@ class Rate:
 
 @dataclass(frozen=True)
 class CheckpointNeed:
-    """What the checkpoints of a config take."""
+    """The space that the checkpoints of a config need."""
 
-    size: int  # bytes of one
-    keep: int  # how many stay; 0: all
+    size: int  # bytes of one checkpoint
+    keep: int  # how many are kept; 0: all
     enabled: bool
 
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that was read; what was not is empty."""
+    """All readings; those not taken are empty."""
 
     hosts: Sequence[HostState]
     ranks: Sequence[RankState]
     storage: Sequence[StorageState] = ()  # by host
     rates: Sequence[Rate] = ()
     need: CheckpointNeed | None = None
-    job: bool = field(default=False)  # several ranks met
+    job: bool = field(default=False)  # several ranks are connected
 
     def ranks_on(self, host: str) -> int:
         return sum(rank.host == host for rank in self.ranks)

@@ -21,7 +21,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def read_storage(folder: Path) -> StorageState:
-    """Read the file system on which `folder` is or would be made; nothing of what is written there stays."""
+    """Read the file system on which `folder` is or would be created; all files written there are removed again."""
     there = existing(folder)
     try:
         with tempfile.TemporaryDirectory(prefix=".shardline-doctor-", dir=there) as name:
@@ -42,7 +42,7 @@ def read_storage(folder: Path) -> StorageState:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest existing parent."""
     found = folder.expanduser().absolute()
     while not found.exists():
         found = found.parent
@@ -50,7 +50,7 @@ def existing(folder: Path) -> Path:
 
 
 def speeds(file: Path) -> tuple[float, float]:
-    """Bytes per second of writing, until the file is safe, and of reading it again, out of the cache if possible."""
+    """Return bytes per second of writing, fsync included, and of reading again, past the cache if possible."""
     block, size = os.urandom(BLOCK), BLOCK * BLOCKS
     with open(file, "wb", buffering=0) as writing:
         began = time.perf_counter()
@@ -69,7 +69,7 @@ def speeds(file: Path) -> tuple[float, float]:
 
 
 def sync_seconds(folder: Path) -> float:
-    """The usual time until a small file is safe: written, renamed, and its folder synchronised."""
+    """Return the median time until a small file is safe: written, renamed, and its folder synchronized."""
     taken = []
     for number in range(SMALL_FILES):
         began = time.perf_counter()
@@ -86,7 +86,7 @@ def sync_seconds(folder: Path) -> float:
 
 
 def lock_problem(file: Path) -> str:
-    """Why a lock on this file does not keep others out; "" where it does."""
+    """Return why a lock on this file does not keep others out; "" if it does."""
     with _opened(file, os.O_RDWR | os.O_CREAT) as first, _opened(file, os.O_RDWR) as second:
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +109,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def file_system(folder: Path) -> str:
-    """The kind of the file system that a folder is on, such as ext4 or nfs4; "" where it is not known."""
+    """Return the kind of file system that a folder is on, such as ext4 or nfs4; "" if unknown."""
     found = ("", "")
     try:
         lines = MOUNTS.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""`--dry-run`: what a run would build and send, from the config alone, with neither memory nor other ranks."""
+"""`--dry-run`: what a run would build and send, from the config alone, without allocating memory or other ranks."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from shardline.training.memory_need import state_bytes
 from shardline.training.pairs import reference_kind
 from shardline.words import sized
 
-MOST_BUILT = 4  # ranks that are built; the shards of the others follow from the placements
+MOST_BUILT = 4  # ranks that are really built; the placements give the shards of the others
 
 
 def describe(config: Config, world_size: int | None = None, ranks_per_node: int | None = None) -> str:
-    """Mesh, parameters and collectives of a run; keys whose feature is not built yet are marked.
+    """Return the mesh, parameters and collectives of a run; mark keys whose feature is not implemented yet.
 
     `world_size = None` takes as many ranks as the degrees need.
     """
@@ -54,7 +54,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     lines = [f"{model_label(config.model)} on {ranks}"]
     lines += _mesh_lines(layout, ranks_per_node)
     if not unbuilt.keys() & {"model.name", "model.flavor"}:
-        # The types of a run on GPUs: on CPU the default is float32.
+        # The dtypes of a run on GPUs; on CPU the default is float32.
         precision = choose_precision(config, torch.device("cuda"), has_bfloat16=True)
         arch = fitted(resolve(config.model), config)
         lines += _model_lines(config, arch, layout, precision)
@@ -104,7 +104,7 @@ def _ranks(ranks: range) -> str:
 
 
 def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: Precision) -> Iterator[str]:
-    """A line for each kind of parameter, all layers together; then what differs on other ranks."""
+    """Yield a line for each kind of parameter, over all layers; then the differences on other ranks."""
     first = build_rank(arch, config, layout, precision, 0)
     if layout.world_size == 1:
         yield from _whole_lines(config, arch, first, precision)
@@ -149,7 +149,7 @@ def _other_rank(config: Config, first: Built, built: Built, precision: Precision
 
 
 def _sizes(config: Config, built: Built, precision: Precision) -> str:
-    """The bytes that training keeps for a rank's parameters; gradients have the type of their parameters."""
+    """Return the bytes that training keeps for a rank's parameters; gradients have the dtype of their parameters."""
     sizes = {kind: count * math.prod(built.shards[kind]) for kind, count in built.counts.items()}
     weights = sum(size * kind.dtype.itemsize for kind, size in sizes.items())
     trained = {kind: size for kind, size in sizes.items() if kind.trained}
@@ -167,7 +167,7 @@ def _sizes(config: Config, built: Built, precision: Precision) -> str:
 
 
 def _reference_lines(config: Config, arch: Architecture, built: Built, precision: Precision) -> Iterator[str]:
-    """The memory of a frozen copy, which is sharded as the model is."""
+    """Yield the memory of a frozen copy, which is sharded as the model is."""
     if reference_kind(config, adaptation_of(config, arch)) == "copy":
         own = [kind for kind in built.counts if not is_low_rank(kind.name)]
         size = sum(built.counts[kind] * math.prod(built.shards[kind]) for kind in own) * precision.compute.itemsize
@@ -181,10 +181,10 @@ def _total_lines(arch: Architecture, config: Config, stages: list[Built], layout
     total, once = (sum(numbers) for numbers in zip(*counted, strict=True))
     plan = plan_pipeline(config, arch, layout)
     if plan is not None and arch.tie_word_embeddings and len(set(plan.ends)) > 1:
-        once -= arch.vocab_size * arch.dim  # with the first stage and with the last
+        once -= arch.vocab_size * arch.dim  # the first and the last stage both hold them
     how = adaptation_of(config, arch)
     whole = parameter_count(arch) + (0 if how is None else how.added(arch))
-    quantized = how is not None and config.lora.base_dtype != "same"  # codes are no parameters
+    quantized = how is not None and config.lora.base_dtype != "same"  # codes are not parameters
     if once != whole and not quantized:
         raise RuntimeError(f"the shards hold {once:,} parameters, the model has {whole:,}")
     count = sum(map(len, alike))
@@ -209,7 +209,7 @@ def _step_lines(config: Config, layout: Layout, pipeline: Iterable[str] = ()) ->
     each = training.rows_of_a_sample
     tokens = training.local_batch_size * each * training.seq_len
     words = "" if each == 1 else " pairs x 2"
-    unit = "micro-batch" if layout.pp == 1 else "batch"  # the pipeline cuts it into micro-batches of its own
+    unit = "micro-batch" if layout.pp == 1 else "batch"  # the pipeline splits it into its own micro-batches
     yield f"{unit}: {training.local_batch_size}{words} x {training.seq_len} = {tokens:,} tokens"
     yield from pipeline
     whole = global_batch(training, layout.data_ranks)
@@ -240,7 +240,7 @@ def _collective_lines(config: Config, arch: Architecture, layout: Layout, precis
     names = [str(kind).removeprefix("torch.") for kind in (precision.compute, precision.reduce)]
     yield f"collectives of one step, bytes that rank 0 sends (computing in {names[0]}, summing in {names[1]}):"
     counted = step_collectives(arch, config, layout, precision, micro_batches_of(config, layout))
-    if ("world", "all-reduce") not in counted:  # with which every step ends
+    if ("world", "all-reduce") not in counted:  # every step ends with one
         yield "  (not known: the model's code reads values, which tensors without memory do not have)"
         return
     for (axis, kind), numbers in sorted(counted.items(), key=lambda item: -item[1]["bytes"]):

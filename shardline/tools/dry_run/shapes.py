@@ -1,4 +1,4 @@
-"""The model of a dry run: built on the meta device as selected ranks would build it, and what each rank holds of it."""
+"""The model of a dry run, built on the meta device as selected ranks would build it, and each rank's shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """Parameters that differ only in their layer. `cuts` are (axis, dimension), in the order in which they are made."""
+    """Parameters that differ only in their layer. `cuts` are (axis, dimension), in the order of their application."""
 
     name: str
     whole: Shape
@@ -37,7 +37,7 @@ class ParameterKind:
     trained: bool = True
 
     def region(self, layout: Layout, coordinates: dict[str, int]) -> tuple[range, ...]:
-        """What the rank at `coordinates` holds of each dimension: equal shards, smaller or empty ones at the end."""
+        """Return the rank's range of each dimension: shards are equal, with smaller or empty ones at the end."""
         held = [range(size) for size in self.whole]
         for axis, dimension in self.cuts:
             degree, place = _place(axis, layout, coordinates)
@@ -49,7 +49,7 @@ class ParameterKind:
         return tuple(map(len, self.region(layout, coordinates)))
 
     def copies(self, layout: Layout) -> int:
-        """How many ranks of a pipeline stage hold the same shard."""
+        """Return how many ranks of a pipeline stage hold the same shard."""
         degrees = [_place(axis, layout, coordinates_of(layout, 0))[0] for axis, _ in self.cuts]
         return layout.world_size // layout.pp // math.prod(degrees)
 
@@ -59,7 +59,7 @@ class ParameterKind:
 
     @property
     def dimensions(self) -> list[str]:
-        """What the dimensions are called."""
+        """The names of the dimensions."""
         if ".experts." in self.name:
             return ["experts", *(["halves"] if ".w13." in self.name else []), "rows", "columns"]
         return ["rows", "columns"]
@@ -72,12 +72,12 @@ class Built:
     rank: int
     counts: dict[ParameterKind, int]
     shards: dict[ParameterKind, Shape]
-    indices: tuple[int, ...]  # of its layers
+    indices: tuple[int, ...]  # the numbers of its layers
     need: MemoryNeed  # on a GPU
 
     @property
     def layers(self) -> str:
-        """`layers 0-3`, or of several stages `layers 0-1, 4-5`."""
+        """`layers 0-3`, or `layers 0-1, 4-5` with several stages."""
         return numbered("layer", self.indices) if self.indices else "no layers"
 
     @property
@@ -93,7 +93,7 @@ def build_rank(
     rank: int,
     planned: Memory | None = None,
 ) -> Built:
-    """`planned` is what the planner expects of the fullest rank; without it activations are not known."""
+    """Build one rank's model. `planned` is the planner's memory estimate; without it, activations are unknown."""
     with fake_group(rank, layout.world_size):
         model, _ = make_model(
             arch, config, Mesh(layout, "cpu", apart=config.parallelism.data_parallel_mode != "sync"), precision
@@ -112,7 +112,7 @@ def build_rank(
 
 
 def _cuts(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
-    """Tensor and expert parallelism cut first; data parallelism cuts what they leave."""
+    """Return the cuts of a parameter: tensor and expert parallelism first, then data parallelism."""
     if not isinstance(parameter, DTensor):
         return ()
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -125,7 +125,7 @@ def _cuts(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
 
 
 def _place(axis: str, layout: Layout, coordinates: dict[str, int]) -> tuple[int, int]:
-    """The degree of an axis, and the position of a rank on it; `dp_shard_cp` joins two axes."""
+    """Return the degree of an axis and a rank's position on it; `dp_shard_cp` joins two axes."""
     degree, place = 1, 0
     for part in ("dp_shard", "cp") if axis == "dp_shard_cp" else (axis,):
         size = getattr(layout, part)
@@ -143,13 +143,13 @@ def shapes(kinds: list[ParameterKind], layout: Layout, rank: int) -> tuple[Shape
 
 
 def stage_ranks(layout: Layout, place: int) -> range:
-    """The ranks at one position of the pipeline: they hold the same layers."""
+    """Return the ranks at one position of the pipeline, which hold the same layers."""
     count = layout.world_size // layout.pp
     return range(place * count, (place + 1) * count)
 
 
 def same_shapes(first: Built, layout: Layout) -> dict[tuple[Shape, ...], list[int]]:
-    """The ranks with the same layers as `first`, grouped by the shapes that they hold of each kind of parameter."""
+    """Return the ranks with the same layers as `first`, grouped by the shapes of their shards."""
     kinds = list(first.counts)
     by_place: dict[tuple[int, int, int], tuple[Shape, ...]] = {}
     found: dict[tuple[Shape, ...], list[int]] = {}
@@ -163,14 +163,14 @@ def same_shapes(first: Built, layout: Layout) -> dict[tuple[Shape, ...], list[in
 
 
 def chosen_ranks(alike: dict[tuple[Shape, ...], list[int]], most: int) -> list[int]:
-    """The first and the last rank, and the first one of each group with equal shapes, up to `most`."""
+    """Return the first and the last rank, and the first one of each group with equal shapes, up to `most`."""
     firsts = [ranks[0] for ranks in alike.values()]
     last = max(ranks[-1] for ranks in alike.values())
     return sorted(dict.fromkeys([min(firsts), last, *firsts][: max(most, 2)]))
 
 
 def held(built: Built, layout: Layout, alike: dict[tuple[Shape, ...], list[int]]) -> tuple[int, int]:
-    """Elements on all ranks with the same layers together, and the same with copies counted once."""
+    """Return the elements on all ranks with the same layers, and the same with copies counted once."""
     total, once = 0, 0
     for position, (kind, count) in enumerate(built.counts.items()):
         of_kind = count * sum(len(ranks) * math.prod(shards[position]) for shards, ranks in alike.items())

@@ -1,7 +1,7 @@
 """The collectives of one step of a dry run: the real step, as rank 0 of a fake group, on tensors without memory.
 
-What a step sends grows linearly with the layers and with the micro-batches, so a deep model is stepped with a few
-layers and many micro-batches with two, and the numbers are extrapolated.
+What a step sends grows linearly with the layers and with the micro-batches. So a deep model runs with a few layers, and
+many micro-batches are replaced by two, and the numbers are extrapolated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardline.training.loss import choose_chunk_tokens
 from shardline.training.pairs import Reference, reference_kind
 from shardline.training.step import Stepper
 
-FEW_LAYERS = 3  # the first, the last and one between
+FEW_LAYERS = 3  # the first, the last and one in between
 
 
 def step_collectives(
@@ -37,10 +37,10 @@ def step_collectives(
     micro_batches: int,
     by_phase: bool = False,
 ) -> Collectives:
-    """What the first rank sends in one optimizer step; `by_phase`, also when."""
+    """Return what the first rank sends in one optimizer step; with `by_phase`, also when."""
 
     def sent(layers: int, config: Config = config) -> Collectives:
-        """By a step of all micro-batches, with this many layers."""
+        """Return what a step of all micro-batches with this many layers sends."""
         one = _step(arch, config, layout, precision, layers, 1, by_phase)
         if micro_batches == 1:
             return one
@@ -53,7 +53,7 @@ def step_collectives(
         if few == arch.n_layers:
             return sent(few)
         return _extended(sent(few), sent(few + period), (arch.n_layers - few) // period)
-    # A pipeline: all layers of the first rank, with one and with two micro-batches of its own.
+    # A pipeline: all layers of the first rank, with one and with two pipeline micro-batches.
     size = config.parallelism.pipeline_parallel_microbatch_size
     count = config.training.local_batch_size // size
     if config.parallelism.pipeline_parallel_schedule_csv or count <= 2:
@@ -63,9 +63,9 @@ def step_collectives(
 
 
 def _layers(config: Config, layout: Layout, arch: Architecture) -> tuple[int, int]:
-    """(layers to step with, layers after which the pattern repeats).
+    """Return (layers to run, layers after which the pattern repeats).
 
-    Buckets of DDP span layers, so they need all; so do keys that name the layers that are trained.
+    DDP needs all layers, because its buckets span layers; so do keys that name the trained layers.
     """
     layers = arch.n_layers
     dense, every = (0, 1) if arch.moe is None else (arch.moe.first_dense, arch.moe.every)
@@ -83,7 +83,7 @@ def _layers(config: Config, layout: Layout, arch: Architecture) -> tuple[int, in
 
 
 def _extended(one: Collectives, two: Collectives, times: int) -> Collectives:
-    """one + times x (two - one)."""
+    """Return one + times x (two - one)."""
     found: Collectives = {}
     for key, numbers in two.items():
         before = one.get(key, Counter())
@@ -113,11 +113,11 @@ def _step(
         with fake_tensors():
             if arch.foreign is not None:
                 model.to_empty(device="cpu")
-            for module in model.modules():  # each once: a router is a part of two modules where ranks share experts
+            for module in model.modules():  # each once: a router belongs to two modules if ranks share experts
                 if arch.foreign is None:
                     module.to_empty(device="cpu", recurse=False)
             model.train()
-            model.frozen = frozenset()  # rows that stay as they are send nothing, and to find them takes values
+            model.frozen = frozenset()  # frozen rows send nothing, and finding them needs values
             stepper = Stepper(
                 config,
                 model,
@@ -127,7 +127,7 @@ def _step(
                 torch.device("cpu"),
                 _reference(config, model),
             )
-            if stepper.workers is not None:  # what is counted is a step between two meetings
+            if stepper.workers is not None:  # count a step between two synchronizations
                 stepper.workers.outer.fragments.clear()
             rows = training.local_batch_size * training.rows_of_a_sample
             tokens = torch.zeros(rows, training.seq_len, dtype=torch.int64)
@@ -136,7 +136,7 @@ def _step(
 
 
 def _reference(config: Config, model: Decoder) -> Reference | None:
-    """The reference of pairs; a copy of the model sends what the model itself sends in a forward pass."""
+    """Return DPO's reference; a copy sends what the model itself sends in a forward pass, so the model stands in."""
     kind = reference_kind(config, model.adaptation)
     return None if kind is None else Reference(kind, model if kind == "copy" else None)
 

@@ -62,7 +62,7 @@ def two_ranks():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ep", "1"], "one rank holds all experts, no row travels: --ep 2 measures two"),
+        (["--ep", "1"], "one rank holds all experts, so no rows are sent: use --ep 2 or more"),
         (
             ["--ep", "3"],
             "expert_parallel_degree = 3: 8 experts cannot be divided evenly among 3 ranks; degrees that fit: 1",
@@ -170,7 +170,7 @@ def test_a_wrong_result_ends_with_exit_code_1(tmp_path):
     words = ["--flavor", "debugmodel", "--tokens", "16", "--iterations", "1"]
     done = command("bench", "experts", *words, f"--experimental.custom_import={tmp_path / 'wrong.py'}", env=ON_CPU)
     assert done.returncode == 1
-    assert re.search("token (3|11) is off by .* from what a loop over the experts gives", done.stderr)  # of both parts
+    assert re.search("token (3|11) is off by .* from a loop over the experts", done.stderr)  # of both parts
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_a_rank_that_gets_no_rows_computes_without_transfers(monkeypatch):
 def test_more_experts_than_numbers_of_a_token_are_refused(monkeypatch):
     monkeypatch.setitem(job.axes, "ep", collectives.Axis("ep", None, 2, 0))
     arch = debug_arch(moe={"n_experts": 512})
-    with pytest.raises(experts.UserError, match="512 experts are more than a token of 256 numbers can choose among"):
+    with pytest.raises(experts.UserError, match="512 experts are too many for tokens of 256 numbers to choose among"):
         ExpertLayer(arch, torch.float32, CPU)
 
 

@@ -94,7 +94,7 @@ HOSTS = {
     "locked memory": ({"locked_memory": 65536}, "warning", "limits", "ulimit -l"),
     "one core": ({"cores": 1}, "warning", "cores", "fewer ranks"),
     "quota": ({"cpu_quota": 8.0}, "warning", "cores", "OMP_NUM_THREADS=4"),
-    "small quota": ({"cpu_quota": 0.5}, "warning", "cores", "0.25 for a rank|fewer ranks"),
+    "small quota": ({"cpu_quota": 0.5}, "warning", "cores", "0.25 per rank|fewer ranks"),
     "no memory": ({"memory_left": GIB}, "warning", "memory", "control group"),
 }
 
