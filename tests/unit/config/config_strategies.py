@@ -92,7 +92,7 @@ def _values(annotation, words=""):
         low = 0 if words.endswith("0 or more") else 1
         return st.integers(low, 2**63 - 1) | (st.just(-1) if words.startswith("-1") else st.nothing())
     if annotation is float:
-        low, high = (0, 1) if "from 0 to" in words or "1 at most" in words else (0, 1e30)
+        low, high = (0, 1) if "from 0 to" in words or "at most 1" in words else (0, 1e30)
         return st.floats(low, high, exclude_min="above 0" in words, exclude_max="below 1" in words)
     return NAMES
 
