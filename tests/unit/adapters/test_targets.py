@@ -98,7 +98,7 @@ def test_biases_that_are_one_tensor_are_trained_together() -> None:
     assert "layers.1.attention.wk.bias" in adaptation(Lora(bias="all", target_modules=["wo"]), biased).whole(biased)
     with torch.device("meta"):
         model = Decoder(biased)
-    with pytest.raises(ConfigError, match=r"lora.bias: layers.0.attention.wq.bias is one tensor with"):
+    with pytest.raises(ConfigError, match=r"lora.bias: layers.0.attention.wq.bias shares one tensor with"):
         attach(model, adaptation(Lora(bias="lora_only", target_modules=["q_proj"]), biased), *[torch.float32] * 2)
     with pytest.raises(ConfigError, match=r"lora.bias = 'all': the model has no biases"):
         adaptation(Lora(bias="all"), ARCH)

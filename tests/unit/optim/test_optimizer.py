@@ -214,7 +214,7 @@ def test_state_that_does_not_fit_is_refused_by_name_and_nothing_is_loaded():
     refused({**good, "exp_avg.other.weight": torch.zeros(1)}, "unexpected: exp_avg.other.weight")
     refused({**good, "momentum_buffer.norm.weight": torch.zeros(6)}, "unexpected: momentum_buffer.norm.weight")
     refused({}, "missing: .* and 8 more")
-    refused({**good, "exp_avg.norm.weight": torch.ones(7)}, r"exp_avg.norm.weight: shape \(7,\) was saved, \(6,\)")
+    refused({**good, "exp_avg.norm.weight": torch.ones(7)}, r"exp_avg.norm.weight: shape \(7,\) was saved, but \(6,\)")
 
 
 def test_state_that_is_no_tensor_is_named():
