@@ -561,7 +561,7 @@ def chosen_cases(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in CASES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no case is named {unknown[0]!r}; choose from {', '.join(CASES)}")
+        raise argparse.ArgumentTypeError(f"no case is named {unknown[0]!r}; there are {', '.join(CASES)}")
     return names
 
 
@@ -569,7 +569,7 @@ def chosen_trainers(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in TRAINERS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no trainer is named {unknown[0]!r}; choose from {', '.join(TRAINERS)}")
+        raise argparse.ArgumentTypeError(f"no trainer is named {unknown[0]!r}; there are {', '.join(TRAINERS)}")
     return names
 
 
