@@ -2,25 +2,25 @@
 
     python benchmarks/async_tp.py                        # two hosts in network namespaces, 1 Gbit/s (root, iproute2)
     python benchmarks/async_tp.py --rate 10gbit
-    python benchmarks/async_tp.py --here --tp 2          # ranks of this machine, on its GPUs or cores
+    python benchmarks/async_tp.py --here --tp 2          # ranks on this machine, on its GPUs or cores
     python benchmarks/async_tp.py --backend ring -- --training.seq_len=512
     python benchmarks/async_tp.py --here --flavor 8B --seq-len 8192 --torch-pass -- --compile.enable=true     # CUDA
 
-Steps alternate between `serial` and the chosen backends, ten at a time; with --silent also with serial products in
-which each rank uses its own rows in place of those of the others: ranks compute and store as much, but neither
-communicate nor wait for each other. (The loss of such a run means nothing.) The first block and the first step of every
-other one are dropped; numbers are medians of the rest. One JSON line:
+Steps alternate between `serial` and the chosen backends, ten at a time. With --silent they also alternate with serial
+products in which each rank uses its own rows instead of those of the others: ranks compute and store as much, but
+neither communicate nor wait for each other. (The loss of such a run means nothing.) The first block and the first step
+of every other one are dropped; numbers are medians of the rest. One JSON line:
 
     serial, overlapped    step_seconds, tp_comm_seconds, tp_exposed_seconds of each
     speed_up              serial step / overlapped step
-    bound                 serial step / (serial step - its exposed communication): if all of it were hidden at no cost
+    bound                 serial step / (serial step - its exposed communication): if all of that were hidden
     reached               (speed_up - 1) / (bound - 1)
-    silent                step_seconds without communication in the blocks, and the bound and what is reached by that
+    silent                step_seconds without communication in the blocks, and `bound` and `reached` based on that
     hidden                1 - overlapped's exposed seconds / serial's exposed seconds
     hidden_fraction       the overlapped steps' own tp_hidden_fraction
     exposed_by_rank       seconds that each rank waited in an overlapped step, for a message or for a slower rank
     torch_pass            the same step with PyTorch's own pass (torch._inductor.config._micro_pipeline_tp) over
-                          functional collectives, in a run of its own: step_seconds, and how many products it fused
+                          functional collectives, in a separate run: step_seconds, and how many products it fused
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TORCH_PASS, SILENT = "SHARDLINE_BENCH_TORCH_PASS", "SHARDLINE_BENCH_SILENT"
 
 
 def kind(step: int, silent: bool) -> str:
-    """How a step multiplies; steps count from 1, and the first block is serial."""
+    """How a step computes its products; steps count from 1, and the first block is serial."""
     kinds = ("serial", "overlapped", "silent") if silent else ("serial", "overlapped")
     return kinds[(step - 1) // BLOCK % len(kinds)]
 
@@ -58,7 +58,7 @@ def counts(step: int) -> bool:
 
 
 def silence() -> Any:
-    """Replaces the communication of serial products in silent steps: the rows of others are this rank's own."""
+    """Replace the communication of serial products in silent steps: a rank's own rows stand in for the others'."""
     from torch import Tensor
 
     from shardline.comm import collectives
@@ -105,7 +105,7 @@ def use_torch_pass(fused: list[str]) -> None:
 
 
 def train(words: list[str]) -> None:
-    """Runs on a rank: train, and change the backend of products between blocks."""
+    """Run on a rank: train, and change the backend of products between blocks of steps."""
     from shardline import registry
     from shardline.comm import collectives
     from shardline.config.load import load_config
@@ -180,7 +180,7 @@ def run_words(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def both(options: argparse.Namespace, address: str, starts: list[Any], words: list[str], **more: str) -> None:
-    """Run every rank to its end, spread evenly over the hosts."""
+    """Run all ranks to their end, spread evenly over the hosts."""
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.tp), **more}
     meeting |= {SILENT: "1"} if options.silent else {}
     each = options.tp // len(starts)
@@ -198,7 +198,7 @@ def both(options: argparse.Namespace, address: str, starts: list[Any], words: li
 
 
 def summary(rows: list[dict[str, Any]], silent: bool) -> dict[str, Any]:
-    """Medians of each kind of step; the first block and every block's first step do not count."""
+    """Return the medians of each kind of step; the first block and every block's first step do not count."""
     kept = [row for row in rows if counts(row["step"])]
     medians: dict[str, Any] = {}
     for name in ("serial", "overlapped"):
@@ -210,7 +210,7 @@ def summary(rows: list[dict[str, Any]], silent: bool) -> dict[str, Any]:
     speed_up = serial["step_seconds"] / overlapped["step_seconds"]
 
     def against(least: float) -> dict[str, float]:
-        """The share of the possible gain that was reached, if a step of this many seconds is the best possible."""
+        """Return the share of the possible gain that was reached, if a step can at best take this many seconds."""
         bound = serial["step_seconds"] / least
         return {"bound": round(bound, 3), "reached": round((speed_up - 1) / (bound - 1), 3) if bound > 1 else 0.0}
 
@@ -228,7 +228,7 @@ def summary(rows: list[dict[str, Any]], silent: bool) -> dict[str, Any]:
 
 
 def of_ranks(folder: Path, ranks: int, silent: bool) -> list[float]:
-    """The median exposed seconds of each rank in overlapped steps."""
+    """Return the median exposed seconds of each rank in overlapped steps."""
     found = []
     for rank in range(ranks):
         seconds = json.loads((folder / f"exposed-{rank}.json").read_text())
@@ -247,18 +247,18 @@ def torch_pass(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="of the link between two hosts, as tc writes it")
-    parser.add_argument("--here", action="store_true", help="ranks of this machine instead of two hosts")
+    parser.add_argument("--rate", default="1gbit", help="rate of the link between two hosts, as tc writes it")
+    parser.add_argument("--here", action="store_true", help="ranks on this machine instead of two hosts")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--flavor", help="of llama3, instead of a small model")
+    parser.add_argument("--flavor", help="flavor of llama3, instead of a small model")
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--torch-pass", action="store_true", help="also with PyTorch's own pass; with --here, on CUDA")
-    parser.add_argument("--silent", action="store_true", help="also without communication in the blocks")
+    parser.add_argument("--torch-pass", action="store_true", help="also run PyTorch's own pass; with --here, on CUDA")
+    parser.add_argument("--silent", action="store_true", help="also run without communication in the blocks")
     parser.add_argument("--verbose", action="store_true", help="show what rank 0 printed")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help="settings for the run, after --")

@@ -1,4 +1,4 @@
-"""Every attention kernel against the float32 definition, and its time forward and backward. One JSON line per result.
+"""Compares every attention kernel with plain float32 attention, and times forward and backward. One JSON line each.
 
 python benchmarks/attention.py                     the size of Llama 3 8B at 8192 tokens; tiny on a CPU
 python benchmarks/attention.py --compile           the same inside a compiled function
@@ -22,14 +22,14 @@ MASKED = ("sdpa", "varlen", "flex")
 
 
 def packed_documents(batch: int, length: int, average: int) -> Tensor:
-    """Document numbers (B, S) of documents whose lengths vary around `average`."""
+    """Return document numbers (B, S) of documents whose lengths vary around `average`."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.rand(batch, length, generator=generator) < 1 / average
     return starts.cumsum(1).int()
 
 
 def inputs(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys, values and the gradient of the result; values are a view of a fused product, as in a block."""
+    """Return queries, keys, values and the result's gradient; values are a view of a fused product, as in a block."""
     generator = torch.Generator(device).manual_seed(0)
     group = options.heads // options.kv_heads
     shape = (options.batch, options.length, options.kv_heads, group + 2, options.head_dim)
@@ -40,14 +40,14 @@ def inputs(options: argparse.Namespace, device: torch.device, dtype: torch.dtype
 
 
 def results(tensors: list[Tensor], mask: AttentionMask, function: Any) -> list[Tensor]:
-    """The output and the gradients of queries, keys and values."""
+    """Return the output and the gradients of queries, keys and values."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
     out = function(*leaves, mask)
     return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
 
 def reference(tensors: list[Tensor], allowed: Tensor | None) -> list[Tensor]:
-    """The definition in float32, one KV head of one row at a time: all S x S scores of 32 heads would not fit."""
+    """Compute plain float32 attention, one KV head of one row at a time: all S x S scores of 32 heads would not fit."""
     batch, _, heads, _ = tensors[0].shape
     kv_heads = tensors[1].shape[2]
     group = heads // kv_heads
@@ -63,7 +63,7 @@ def reference(tensors: list[Tensor], allowed: Tensor | None) -> list[Tensor]:
 
 
 def seconds(tensors: list[Tensor], mask: AttentionMask, function: Any, repeats: int) -> float:
-    """Median time of forward and backward."""
+    """Return the median times of forward and backward."""
     cuda = tensors[0].is_cuda
     times = []
     for _ in range(repeats + 2):
@@ -78,7 +78,7 @@ def seconds(tensors: list[Tensor], mask: AttentionMask, function: Any, repeats: 
 
 
 def floating_operations(options: argparse.Namespace, allowed: Tensor | None) -> float:
-    """2 matrix products forward, 5 backward, over the pairs that are allowed."""
+    """Return the FLOPs: 2 matrix products forward, 5 backward, over the allowed pairs."""
     if allowed is None:
         pairs = options.batch * options.length * (options.length + 1) / 2
     else:
@@ -98,7 +98,7 @@ def measure(kernel: str, case: dict[str, Any], options: argparse.Namespace) -> d
             row[f"{name}_relative"] = float((one.float() - two).norm() / two.norm())
         row["milliseconds"] = 1e3 * seconds(case["tensors"], mask, function, options.repeats)
         row["tflops"] = floating_operations(options, case["allowed"]) / row["milliseconds"] / 1e9
-    except Exception as error:  # a kernel that is not there is a result too
+    except Exception as error:  # an unavailable kernel is a result too
         row["error"] = f"{type(error).__name__}: {str(error)[:160]}"
     return row
 

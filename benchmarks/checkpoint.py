@@ -1,16 +1,16 @@
-"""What a save costs: the stall of the training loop, and bandwidth against `dd`; one JSON line per result.
+"""What a save costs: the stall of the training loop, and bandwidth compared with `dd`. One JSON line per result.
 
     python benchmarks/checkpoint.py                      # 2 GiB of state on a CPU, 20 GiB on a GPU
     python benchmarks/checkpoint.py --gib 8 --folder /mnt/disk --repeats 5
 
-A model and its AdamW state of that size are stepped in a loop (matrix products, then the optimizer's own step) and
-saved in each mode. A save delays the loop in two ways, both in seconds:
+A loop runs steps of a model with AdamW state of that size (matrix products, then the optimizer's own step) and saves it
+in each mode. A save delays the loop in two ways, both in seconds:
 
-    stall      the call that saves; for asynchronous saves until the loop goes on
-    slowdown   how much longer than usual the steps take, all together, until the save is on disk
+    stall      the call that saves; for asynchronous saves, until the loop continues
+    slowdown   by how much the steps until the save is on disk, all together, take longer than usual
 
 Every save is loaded again, from disk if the system allows us to drop its cached pages, and compared bit by bit with the
-state when it began: steps that ran meanwhile must not be in it.
+state at its start: steps that ran in the meantime must not be in it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, help="size of the state (default: 2 on a CPU, 20 on a GPU)")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cpu", action="store_true", help="keep the state on the CPU although there is a GPU")
+    parser.add_argument("--cpu", action="store_true", help="keep the state on the CPU even if there is a GPU")
     given = parser.parse_args()
     device = torch.device("cpu") if given.cpu else choose_device()
     gib = given.gib or (20 if device.type == "cuda" else 2)
@@ -77,7 +77,7 @@ def run(folder: Path, device: torch.device, gib: float, repeats: int) -> None:
 
 
 class Loop:
-    """A model that is stepped without data: gradients are constants, and the products use other matrices."""
+    """A model that trains without data: gradients are constants, and the products use other matrices."""
 
     def __init__(self, device: torch.device, gib: float) -> None:
         self.device = device
@@ -115,7 +115,7 @@ class Loop:
 
 
 def architecture(gib: float) -> Architecture:
-    """A model with as many layers as the size needs."""
+    """Return a model with as many layers as the size needs."""
     dim, ffn = (4096, 14336) if gib > 8 else (1024, 4096)
     heads = dim // 128
 
@@ -128,7 +128,7 @@ def architecture(gib: float) -> Architecture:
 
 
 def measure(loop: Loop, folder: Path, mode: str) -> dict[str, float]:
-    """One save in a new folder while the loop goes on, and its loading."""
+    """Save once to a new folder while the loop continues, then load."""
     place = folder / "checkpoint"
     config = loop.config.replace({"checkpoint.enable": True, "checkpoint.async_mode": mode})
     identity = DataIdentity(seed=0, dataset="", seq_len=1, global_batch_size=1, tokenizer="")
@@ -148,7 +148,7 @@ def measure(loop: Loop, folder: Path, mode: str) -> dict[str, float]:
     saver.close()
     load = load_seconds(loop, files.find_checkpoint(place))
     if loop.fingerprint() != before:
-        raise SystemExit(f"{mode}: what was loaded is not what was saved")
+        raise SystemExit(f"{mode}: the loaded state differs from the saved one")
     shutil.rmtree(place)
     return {"stall": stall, "slowdown": slowdown, "on_disk": on_disk, "load": load}
 

@@ -1,22 +1,22 @@
-"""Shardline beside TorchTitan, `transformers` and `peft` on this machine: tokens/s, memory, time to the first step.
+"""Compares Shardline with TorchTitan, `transformers` and `peft` here: tokens/s, memory, time to the first step.
 
     python benchmarks/compare.py                              # whole steps of Llama 3 on one GPU (case bf16)
     python benchmarks/compare.py --cases moe,float8-rowwise   # --list names all cases
     python benchmarks/compare.py --trainers shardline,torchtitan   # without the others
-    python benchmarks/compare.py --cases lora                 # LoRA and QLoRA of Llama 3 8B beside peft
-    python benchmarks/compare.py --cases cpu-demo,cpu-lora    # the ones that need no GPU
+    python benchmarks/compare.py --cases lora                 # LoRA and QLoRA of Llama 3 8B, and peft
+    python benchmarks/compare.py --cases cpu-demo,cpu-lora    # the cases that need no GPU
     python benchmarks/compare.py -- --training.max_norm=0.5   # flags after -- go to the runs of Shardline
 
-Every run has a process of its own and prints one JSON line when it ends; a table with ratios comes last. Numbers are
-medians after the first half of the steps, which is warm-up. What cannot run (memory, a missing package) has an error
-in place of numbers, and the comparison goes on.
+Every run has its own process and prints one JSON line when it ends; a table with ratios comes last. Numbers are medians
+after the first half of the steps, which is warm-up. A run that fails (memory, a missing package) has an error instead
+of numbers, and the comparison continues.
 
-Memory is what the allocator has reserved at most (TorchTitan resets its count of allocated bytes at each logged step),
-on a CPU the most that was resident. The time to the first step is from the start of the process to the end of step 1,
-with the compiler's caches as they are; the case first-step measures it with an empty cache and once more with the same.
+Memory is the allocator's peak of reserved bytes (TorchTitan resets its count of allocated bytes at each logged step),
+on a CPU the peak of resident memory. The time to the first step is from the start of the process to the end of step 1,
+with the compiler's caches as they are; the case first-step measures it with an empty cache and with the filled one.
 
-TorchTitan 0.2.2 and `accelerate` (for the Trainer of `transformers`) must be importable, by PYTHONPATH or installed.
-All train in bfloat16 with float32 weights (on a CPU in float32), with AdamW and clipping; frozen weights are bfloat16.
+TorchTitan 0.2.2 and `accelerate` (for the Trainer of `transformers`) must be importable: installed or in PYTHONPATH.
+All runs use bfloat16 with float32 weights (on a CPU float32), with AdamW and clipping; frozen weights are bfloat16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 
 class Model(NamedTuple):
-    """A flavor cut to `layers`, with changes of our fields, and what gives the same in TorchTitan."""
+    """A flavor cut to `layers`, with changes to our fields and their equivalents in TorchTitan."""
 
     label: str
     name: str
@@ -55,7 +55,7 @@ class Model(NamedTuple):
     titan_changes: dict[str, Any] = {}  # noqa: RUF012
 
     def flags(self) -> list[str]:
-        """Our flags for it, which are the architecture of the `transformers` model too."""
+        """Return our flags for it, which also define the architecture of the `transformers` model."""
         if self.name == "demo":
             return ["--preset=demo", "--checkpoint.enable=false"]
         changes = {"n_layers": self.layers, **self.changes}
@@ -73,14 +73,14 @@ class Model(NamedTuple):
 class Run(NamedTuple):
     trainer: str  # shardline, torchtitan, trainer, loop, peft
     model: Model
-    flags: tuple[str, ...] = ()  # of Shardline and TorchTitan, which have the same names for them
+    flags: tuple[str, ...] = ()  # of Shardline and TorchTitan, which use the same names
     variant: str = ""
-    cache: str = "as it was"  # of the compiler: or cold, or warm (what the cold one has left)
+    cache: str = "as it was"  # the compiler's; or cold, or warm (as the cold run left it)
 
 
 CAUSAL = {"attn_mask_type": "causal", "attn_backend": "auto"}
 TITAN_CAUSAL = {"attn_type": "sdpa", "attn_mask_type": "causal"}
-# TorchTitan has neither this flavor nor tied weights
+# TorchTitan has neither this flavor nor tied weights.
 SMALL = {"dim": 2048, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.4, "multiple_of": 1024}
 
 
@@ -165,7 +165,7 @@ CASES: dict[str, list[Run]] = {
     "cpu-demo": each(("shardline", "trainer", "loop"), DEMO, ()),
     "cpu-lora": each(("shardline", "peft"), DEMO, LORA, "LoRA"),
 }
-FIRST_STEP_STEPS = 2  # of the case first-step
+FIRST_STEP_STEPS = 2  # for the case first-step
 
 
 # ---- what runs inside the processes ----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ flavors["cut"] = dataclasses.replace(copy.deepcopy(flavors["{titan_flavor}"]), n
 
 
 def write_assets(folder: Path) -> None:
-    """A byte tokenizer and some text, in the forms that TorchTitan reads."""
+    """Write a byte tokenizer and some text in the formats that TorchTitan reads."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     alphabet = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -212,7 +212,7 @@ def write_assets(folder: Path) -> None:
 
 
 def transformers_model(spec: dict[str, Any]) -> tuple[Any, Any]:
-    """LlamaForCausalLM of the architecture that our flags give, and the config of the flags."""
+    """Return a LlamaForCausalLM with the architecture of our flags, and the config of the flags."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from shardline.config.load import load_config
@@ -240,7 +240,7 @@ def finished_step(loss: float | None = None) -> None:
 
 
 def run_trainer(spec: dict[str, Any]) -> None:
-    """The Trainer of `transformers`: bfloat16 autocast on a GPU, fused AdamW, random tokens."""
+    """Run the Trainer of `transformers`: bfloat16 autocast on a GPU, fused AdamW, random tokens."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -270,7 +270,7 @@ def run_trainer(spec: dict[str, Any]) -> None:
 
 
 def run_loop(spec: dict[str, Any]) -> None:
-    """The same model in a plain loop."""
+    """Run the same model in a plain loop."""
     import torch
 
     model, config = transformers_model(spec)
@@ -289,12 +289,12 @@ def run_loop(spec: dict[str, Any]) -> None:
 
 
 def run_peft(spec: dict[str, Any]) -> None:
-    """The same model, frozen in bfloat16 on a GPU, with LoRA of `peft` in all linear layers, in a plain loop."""
+    """Run the same model, frozen in bfloat16 on a GPU, with `peft`'s LoRA on all linear layers, in a plain loop."""
     import torch
     from peft import LoraConfig, get_peft_model
 
     on_gpu = here().type == "cuda"
-    torch.set_default_dtype(torch.bfloat16 if on_gpu else torch.float32)  # never float32 first: it would be the peak
+    torch.set_default_dtype(torch.bfloat16 if on_gpu else torch.float32)  # not float32 first, which would be the peak
     model, config = transformers_model(spec)
     torch.set_default_dtype(torch.float32)
     device = next(model.parameters()).device
@@ -325,7 +325,7 @@ INSIDE = {"trainer": run_trainer, "loop": run_loop, "peft": run_peft}
 
 
 def command_of(run: Run, steps: int, folder: Path, extra: list[str]) -> list[str]:
-    """The command line of a run; `folder` holds what it imports and reads, and what it writes."""
+    """Return the command line of a run; `folder` holds what it imports, reads and writes."""
     model = run.model
     if run.trainer == "shardline":
         return [
@@ -367,7 +367,7 @@ def environment_of(run: Run, folder: Path, cache: Path) -> dict[str, str]:
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **rendezvous}
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in its start script
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installation that cannot be written to has its caches here
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a read-only installation has its caches here
     environment["PYTHONPYCACHEPREFIX"] = f"{cache}/python"
     if run.cache != "as it was":
         environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
@@ -381,7 +381,7 @@ class Output(NamedTuple):
 
 
 def execute(command: list[str], environment: dict[str, str], limit: float) -> Output:
-    """Run a process for at most `limit` seconds and note when each line came; a killed one has a negative code."""
+    """Run a process for at most `limit` seconds and record when each line arrived; a killed one has a negative code."""
     began, lines = time.time(), []
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -400,7 +400,7 @@ def execute(command: list[str], environment: dict[str, str], limit: float) -> Ou
 
 
 def measure(run: Run, steps: int, extra: list[str], limit: float, cache: Path) -> dict[str, Any]:
-    """The numbers of a run, or its `error`."""
+    """Return the numbers of a run, or its `error`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_module(run, folder)
@@ -418,12 +418,12 @@ def measure(run: Run, steps: int, extra: list[str], limit: float, cache: Path) -
 
 
 def settled(values: list[float]) -> float:
-    """The median after the first half."""
+    """Return the median after the first half."""
     return statistics.median(values[len(values) // 2 :])
 
 
 def step_numbers(output: Output, tokens: int) -> dict[str, Any] | None:
-    """Of lines `STEP wall-clock cpu-seconds loss`, by Shardline and the `transformers` runs."""
+    """Parse lines `STEP wall-clock cpu-seconds loss` of Shardline and the `transformers` runs."""
     rows = [line.split()[1:] for _, line in output.lines if line.startswith("STEP ")]
     if not rows:
         return None
@@ -440,7 +440,7 @@ TITAN_STEP = re.compile(r"\bstep: +(\d+) .*?loss: +([\d.naif]+) .*?tps: ([\d,]+)
 
 
 def titan_numbers(output: Output, tokens: int) -> dict[str, Any] | None:
-    """Of TorchTitan's own lines `step:  1  loss: 12.2  grad_norm: 1.9  memory: 60.53GiB(43.31%)  tps: 1,234 ...`."""
+    """Parse TorchTitan's own lines `step:  1  loss: 12.2  grad_norm: 1.9  memory: 60.53GiB(43.31%)  tps: 1,234 ...`."""
     rows = [(seconds, found) for seconds, line in output.lines if (found := TITAN_STEP.search(line))]
     if not rows:
         return None
@@ -460,9 +460,9 @@ def peak_of(output: Output) -> float | None:
 
 
 def last_error(output: Output, limit: float) -> str:
-    """The last line that names an error; else the last one."""
+    """Return the last line that names an error; otherwise the last line."""
     if output.code == -9:
-        return f"killed: after {limit:.0f} s, or by a system that was short of memory"
+        return f"killed: after {limit:.0f} s, or by a system short of memory"
     lines = [line for _, line in output.lines if line and not line.startswith(("PEAK ", "STEP "))]
     errors = [line for line in lines if re.search(r"(Error|Exception)\b|^error:", line)]
     return (errors or lines or [f"ended with code {output.code}"])[-1]
@@ -472,7 +472,7 @@ def last_error(output: Output, limit: float) -> str:
 
 
 def ratio(first: dict[str, Any], this: dict[str, Any], key: str) -> float | None:
-    """The first run's number over this one's."""
+    """Return the first run's number divided by this one's."""
     above, below = first.get(key), this.get(key)
     return above / below if above is not None and below else None
 
@@ -481,12 +481,12 @@ COLUMNS = {
     "tokens_per_second": "{:,.0f}",
     "memory_gib": "{:.1f}",
     "first_step_seconds": "{:.1f}",
-    "cpu_seconds": "{:.3f}",  # of a step; on a CPU that others use, the number to trust
+    "cpu_seconds": "{:.3f}",  # per step; the number to trust on a busy CPU
 }
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """One row a run; each number is followed by the first run's of its model and cache over it."""
+    """Return one row per run; after each number comes its ratio to the first run with the same model and cache."""
     lines = ["| case | model | run | tokens/s | | GiB | | first step, s | | CPU time, s | |", "|---" * 11 + "|"]
     firsts: dict[tuple[str, ...], dict[str, Any]] = {}
     for result in results:
@@ -498,7 +498,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _cells(first: dict[str, Any], result: dict[str, Any], key: str, form: str) -> tuple[str, str]:
-    """A number and its ratio; `cannot` in place of the speed of a run that failed."""
+    """Return a number and its ratio; `cannot` instead of the speed of a failed run."""
     if "error" in result:
         return "cannot" if key == "tokens_per_second" else "", ""
     found = ratio(first, result, key)
@@ -507,14 +507,14 @@ def _cells(first: dict[str, Any], result: dict[str, Any], key: str, form: str) -
 
 
 def here() -> Any:
-    """The device of the runs; nothing is put on it, since its memory is theirs."""
+    """Return the device of the runs; nothing is allocated on it, because its memory is theirs."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def mfu(run: Run, rate: float) -> float | None:
-    """The share of the GPU's peak in bfloat16; None where that is not known."""
+    """Return the share of the GPU's bfloat16 peak; None if that is unknown."""
     from shardline.config.load import load_config
     from shardline.models.flavors import resolve
     from shardline.run.device import flops_per_token, peak_flops
@@ -525,7 +525,7 @@ def mfu(run: Run, rate: float) -> float | None:
 
 
 def about() -> dict[str, str]:
-    """The machine and the versions that matter."""
+    """Return the machine and the relevant versions."""
     import torch
 
     from shardline.run.device import device_name
@@ -540,7 +540,7 @@ def about() -> dict[str, str]:
 def compare(
     names: list[str], steps: int, extra: list[str], limit: float, trainers: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """The results of the cases, each as soon as it is there."""
+    """Yield the results of the cases, each as soon as it is available."""
     for name in names:
         with tempfile.TemporaryDirectory() as caches:
             for run in CASES[name]:
@@ -577,7 +577,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=chosen_cases, help="comma list; bf16 on a GPU, cpu-demo elsewhere")
     parser.add_argument("--trainers", type=chosen_trainers, default=list(TRAINERS), help="comma list; all by default")
-    parser.add_argument("--list", action="store_true", help="name the cases and their runs")
+    parser.add_argument("--list", action="store_true", help="list the cases and their runs")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--limit", type=float, default=280, help="seconds that one run may take")
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
@@ -597,7 +597,7 @@ def main() -> None:
     for result in compare(names, options.steps, options.extra, options.limit, options.trainers):
         print(json.dumps({**result, **machine}), flush=True)
         results.append(result)
-    print(f"\n{table(results)}\n\nRatios are the first run's number over that of the row.")
+    print(f"\n{table(results)}\n\nRatios are the first run's number divided by that of the row.")
 
 
 if __name__ == "__main__":

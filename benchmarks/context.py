@@ -1,19 +1,19 @@
 """What context parallelism saves and costs. One JSON line per result.
 
-    python benchmarks/context.py memory                 # CPU: activations of a rank, 4 ranks against 1
-    python benchmarks/context.py overlap                # root and iproute2: how much of a ring hides, two shaped hosts
-    python benchmarks/context.py attention              # CPU: ring attention of 2 ranks against one that computes all
+    python benchmarks/context.py memory                 # CPU: activations of a rank, 4 ranks compared with 1
+    python benchmarks/context.py overlap                # root and iproute2: how much of a ring is hidden, two hosts
+    python benchmarks/context.py attention              # CPU: ring attention of 2 ranks compared with one
     torchrun --nproc-per-node 2 benchmarks/context.py attention --device cuda --lengths 32768 131072
 
-memory      peak memory of the largest rank in training at two lengths; their difference is activations, and the share
-            is how many times less of them a rank has
-overlap     communication and waiting in ring attention, forward and backward, by the spans of the slower rank:
+memory      peak memory of the largest rank in training at two lengths; their difference is activations, and the
+            share is the factor by which a rank has fewer of them
+overlap     communication and waiting in ring attention, forward and backward, from the spans of the slower rank:
             hidden = 1 - waiting / communication
-attention   forward and backward of one layer. First every rank computes the whole sequence at the same time, so that
-            what ranks share (a GPU under MPS, a machine) is shared then too; then they share the sequence. The ideal is
-            that time over the number of ranks: over_ideal is what exceeds it. Without torchrun the program
-            starts its ranks itself. On a GPU gloo sends keys through host memory; --backend nccl is for ranks that
-            have a GPU each (or hosts of their own by NCCL_HOSTID).
+attention   forward and backward of one layer. First all ranks compute the whole sequence at the same time, so that what
+            they share (a GPU under MPS, a machine) is shared then too; then they split the sequence. The ideal is the
+            first time divided by the number of ranks: over_ideal is the excess over it. Without torchrun the program
+            starts its ranks itself. On a GPU gloo sends keys through host memory; use --backend nccl if each rank has
+            its own GPU (or its own host id, NCCL_HOSTID).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from shardline.parallel.context.context import ContextParallel  # noqa: E402
 from shardline.parallel.context.ring import shared_attention  # noqa: E402
 from shardline.parallel.context.slices import Slices  # noqa: E402
 
-# glibc: every block of 64 KiB or more is mapped by itself, and unmapped when it is freed
+# glibc: every block of 64 KiB or more is mapped separately, and unmapped when it is freed
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 MODEL = {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "ffn_dim": 768, "vocab_size": 272}
 
@@ -86,7 +86,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def peak(ranks: int, length: int, options: argparse.Namespace) -> float:
-    """The peak memory of the largest rank, in GiB."""
+    """Return the peak memory of the largest rank, in GiB."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "shardline", "train", "--nproc", str(ranks)]
         command += [f"--model.overrides.{name}={value}" for name, value in MODEL.items()]
@@ -120,20 +120,20 @@ def join(options: argparse.Namespace) -> tuple[int, int, torch.device]:
 
 
 def drawn(options: argparse.Namespace, tokens: int, device: torch.device) -> list[Tensor]:
-    """Queries, keys, values and the gradient of the result."""
+    """Return queries, keys, values and the gradient of the result."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
     return [torch.randn(1, tokens, h, options.head_dim, device=device).to(dtype).requires_grad_() for h in heads]
 
 
 def layer(tensors: list[Tensor], mask: AttentionMask) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     *leaves, gradient = tensors
     torch.autograd.grad(attention(leaves[0], leaves[1], leaves[2], mask), leaves, gradient.detach())
 
 
 def timed(run: Callable[[], None], options: argparse.Namespace, device: torch.device) -> float:
-    """Median seconds of the slowest rank."""
+    """Return the median seconds of the slowest rank."""
     seconds = []
     for _ in range(options.warm_up + options.rounds):
         dist.barrier()
@@ -237,10 +237,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("memory", "overlap", "attention"))
     parser.add_argument("--method", choices=("ring", "allgather"), default="ring", help="how keys travel")
-    parser.add_argument("--ranks", type=int, help="4 for memory, 2 otherwise; overlap has two hosts")
+    parser.add_argument("--ranks", type=int, help="default: 4 for memory, 2 otherwise; overlap has two hosts")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--rate", default="1gbit", help="of the link between two hosts, as tc writes it")
+    parser.add_argument("--rate", default="1gbit", help="rate of the link between two hosts, as tc writes it")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="tokens of a sequence")
     parser.add_argument("--heads", type=int, help="32 on a GPU, 8 on a CPU; KV heads are a quarter")
     parser.add_argument("--head-dim", type=int, help="128 on a GPU, 64 on a CPU")

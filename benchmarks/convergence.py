@@ -1,9 +1,9 @@
-"""Losses of a model of about 100 million parameters in bfloat16 and in float8, on the same data: one JSON line each.
+"""Compares the losses of a model of about 100 million parameters in bfloat16 and float8 on the same data.
 
     python benchmarks/convergence.py --plot docs/float8.svg       # 2,000 steps of each, on a GPU
     python benchmarks/convergence.py --steps 20 --emulate         # on a CPU, a tiny model
 
-`loss` is the mean over the last tenth of the steps; `apart` is how far it is from that of the first, bfloat16.
+One JSON line each: `loss` is the mean over the last tenth of the steps, `apart` its distance from that of bfloat16.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def smoothed(values: list[float], over: int) -> list[float]:
 
 
 def drawing(curves: dict[str, list[float]]) -> str:
-    """An SVG of the losses, each the mean of the last hundredth of the steps before."""
+    """Return an SVG of the losses, each averaged over the preceding hundredth of the steps."""
     shown = {name: smoothed(values, max(1, len(values) // 100)) for name, values in curves.items()}
     steps = max(map(len, shown.values()))
     low, high = min(map(min, shown.values())), max(map(max, shown.values()))
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--emulate", action="store_true", help="a tiny model, on any device")
-    parser.add_argument("--together", action="store_true", help="all at once: each uses a part of a large GPU")
+    parser.add_argument("--together", action="store_true", help="run all at once, each on a part of a large GPU")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""Data speed on this machine, one JSON object per line: preparing against plain `encode_batch`, reading, verifying.
+"""Data speed on this machine: preparing compared with plain `encode_batch`, reading, verifying. One JSON line each.
 
 python benchmarks/data.py [--megabytes 24] [--repeats 3] [--folder FOLDER] [--only prepare,read,verify]
 """
@@ -25,7 +25,7 @@ from shardline.data.token_store import Numbers, TokenStore
 from shardline.data.tokenizer import ByteTokenizer, load_tokenizer
 
 READ_STEPS = 200
-TRAINED_TOKENS = 20_000  # a second and process: a model of some billions of parameters on one GPU
+TRAINED_TOKENS = 20_000  # per second and process: a model of a few billion parameters on one GPU
 PLAIN = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", help="where to put the files (default: a temporary folder)")
+    parser.add_argument("--folder", help="folder for the files (default: a temporary folder)")
     parser.add_argument("--only", default="prepare,read,verify", help="some of these, separated by commas")
     arguments = parser.parse_args()
     wanted = arguments.only.split(",")
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _write_text(file: Path, megabytes: int) -> int:
-    """Demo documents with invented words among them, so that the tokenizer's word cache does not know everything."""
+    """Return demo documents mixed with invented words, so that the tokenizer's word cache does not know everything."""
     chance = random.Random(0)
     stories = demo.documents("training")
     total = 0
@@ -95,7 +95,7 @@ def _train_tokenizer(folder: Path) -> None:
 
 
 def _prepare(folder: Path, characters: int, repeats: int) -> None:
-    """Alternate the two and take the best of each: other work on the machine only makes either slower."""
+    """Alternate the two and take the best of each, because other work on the machine only slows them down."""
     tokenizer = load_tokenizer(folder)
     source = open_source("benchmark", str(folder / "text.jsonl"))
     best = dict.fromkeys(("encode_batch", "encode_batch_fast", "prepare"), float("inf"))
@@ -116,7 +116,7 @@ def _prepare(folder: Path, characters: int, repeats: int) -> None:
 
 
 def _plain(folder: Path, method: str) -> float:
-    """Seconds of the bare library call on all cores, in a fresh process so that its word cache is as cold as ours."""
+    """Return the seconds of the plain library call on all cores, in a new process with a cold word cache like ours."""
     command = [sys.executable, "-c", PLAIN, str(folder / "tokenizer.json"), str(folder / "text.jsonl"), method]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -137,7 +137,7 @@ def _read(folder: Path) -> None:
 
 
 def _verify_samples(folder: Path, repeats: int) -> None:
-    """Samples at random places of a store that was just opened: each finds blocks that nobody has verified yet."""
+    """Read samples at random places of a newly opened store, so that each needs blocks that are not verified yet."""
     prepare(open_source("benchmark", str(folder / "text.jsonl")), ByteTokenizer(), folder / "bytes", progress=False)
     for length in (2048, 8192):
         best = dict.fromkeys((False, True), float("inf"))
@@ -145,7 +145,7 @@ def _verify_samples(folder: Path, repeats: int) -> None:
             store, chance = TokenStore.open(folder / "bytes"), random.Random(0)
             store.verifies = verifies
             blocks = store.tokens * store.dtype.itemsize // store.manifest["block_bytes"]
-            count = blocks // 4  # so few that most samples are in blocks of their own
+            count = blocks // 4  # so few that most samples have blocks of their own
             starts = [chance.randrange(store.tokens - length) for _ in range(count)]
             store.read(0, 1)  # opens the file
             started = time.perf_counter()
@@ -159,7 +159,7 @@ def _verify_samples(folder: Path, repeats: int) -> None:
 
 
 def _verify_training(folder: Path, steps: int = 100) -> None:
-    """The demo preset on a store on disk: the part of its first steps that goes into verifying."""
+    """Train the demo preset from a store on disk and measure the share of its first steps spent on verifying."""
     import torch
 
     from shardline.training.trainer import Trainer

@@ -2,14 +2,14 @@
 
     python benchmarks/dp_overlap.py                          # root and iproute2: two network namespaces, 1 Gbit/s
     python benchmarks/dp_overlap.py --rate 200mbit --variants ddp "ddp, after backward"
-    python benchmarks/dp_overlap.py -- --training.seq_len=512   # words after -- go to every run
+    python benchmarks/dp_overlap.py -- --training.seq_len=512   # flags after -- go to every run
 
 One rank per host, one thread each. One JSON line per variant: medians over all steps after warm-up.
 
-    step_seconds          of the whole step
-    dp_exposed_seconds    of it, waiting for data-parallel communication (the slower rank)
-    comm_seconds          what collectives of these kinds and bytes, in as many pieces, take one after another without
-                          computation: timed right after the run, the median of ten times
+    step_seconds          the whole step
+    dp_exposed_seconds    its time spent waiting for data-parallel communication (the slower rank)
+    comm_seconds          the time of the same collectives, in as many pieces, one after another without computation:
+                          measured right after the run, the median of ten
     hidden                1 - dp_exposed_seconds / comm_seconds (below 0: ranks waited for each other, not for bytes)
 
 Without root the ranks communicate over 127.0.0.1, unshaped; the first line says so, and the numbers mean little.
@@ -81,8 +81,8 @@ def words(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def places(rate: str, count: int = 2) -> Iterator[tuple[str, list[Start], str]]:
-    """The first rank's address, a function for each rank that starts a process on its host, and the link."""
+def places(rate: str) -> Iterator[tuple[str, list[Start], str]]:
+    """Provide the first rank's address, for each rank a function that starts a process on its host, and the link."""
     reason = missing()
     if reason:
         yield "127.0.0.1", [start_here] * count, f"127.0.0.1, unshaped ({reason})"
@@ -96,16 +96,16 @@ def start_here(command: list[str], env: dict[str, str], **options: Any) -> subpr
 
 
 def run(options: argparse.Namespace, variant: list[str], address: str, starts: list[Start]) -> list[dict[str, Any]]:
-    """The rows of one run's metrics.jsonl."""
+    """Return the rows of one run's metrics.jsonl."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         on_all(["-m", "shardline", "train", *words(options, folder), *variant], address, starts)
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def on_all(program: list[str], address: str, starts: list[Start]) -> str:
-    """Run a program as one rank on each host, to its end; returns what rank 0 printed."""
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(starts))}
+def both(program: list[str], address: str, starts: list[Start]) -> str:
+    """Run a program as two ranks to its end; return what rank 0 printed."""
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     jobs = []
     for rank, start in enumerate(starts):
@@ -117,11 +117,11 @@ def on_all(program: list[str], address: str, starts: list[Start]) -> str:
     return ended[0][0]
 
 
-Piece = tuple[str, int]  # a collective, and the bytes that a rank sends in it
+Piece = tuple[str, int]  # a collective, and the bytes that a rank sends for it
 
 
 def measure(pieces: list[Piece]) -> None:
-    """Runs on a rank: print the seconds that these collectives take one after another, without computation."""
+    """Run on a rank: print the seconds that these collectives take one after another, without computation."""
     import torch
     import torch.distributed as dist
 
@@ -134,7 +134,7 @@ def measure(pieces: list[Piece]) -> None:
     Mesh(Layout(dp_shard=2), "cpu")
 
     def ready(what: str, sent: int) -> Callable[[], Any]:
-        """Two ranks: a sum sends all of a tensor, what is gathered or scattered half of the whole one."""
+        """With two ranks, an all-reduce sends the size of the tensor, a gather or scatter half of it."""
         one, two = torch.ones(sent // 4), torch.ones(2 * (sent // 4))
         return {
             "all_reduce": lambda: dist.all_reduce(one),
@@ -157,7 +157,7 @@ def measure(pieces: list[Piece]) -> None:
 
 
 def pieces_of(name: str, sent: dict[str, int], options: argparse.Namespace) -> list[Piece]:
-    """The collectives of a step, from the bytes that it has counted: a piece for each bucket, or for each layer."""
+    """Return the collectives of a step, from its counted bytes: a piece for each bucket, or for each layer."""
     if not name.startswith("ddp"):
         gradients = parameters(options) * 4 // 2  # two ranks: each sends half of them
         gathered, each = sent["dp_shard"] - gradients, gradients // (options.layers + 1)
@@ -190,7 +190,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    parser.add_argument("--rate", default="1gbit", help="rate of the link, as tc writes it")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)

@@ -1,21 +1,21 @@
-"""Samples per second that count while processes are killed: replica groups against restarts from checkpoints.
+"""Samples per second that count while processes are killed: replica groups compared with checkpoint restarts.
 
     python benchmarks/goodput.py                               # a fault every 60 s, 4 of them: about 10 minutes
-    python benchmarks/goodput.py --every 20 --faults 3         # the same shorter
-    python benchmarks/goodput.py --ways groups -- --training.seq_len=512   # words after -- go to every run
+    python benchmarks/goodput.py --every 20 --faults 3         # a shorter run
+    python benchmarks/goodput.py --ways groups -- --training.seq_len=512   # flags after -- go to every run
 
-Both ways have as many processes (--size), the same model and the same global batch, on this machine; the clock starts
-when both have made --warm steps. At the same moments process k of either is killed by SIGKILL, in turn.
+Both ways use the same number of processes (--size), model and global batch, on this machine; the clock starts when both
+have made --warm steps. At the same times, process k of each is killed by SIGKILL, with k in turn.
 
     restart   one job that shards over all; it saves every --save-seconds in the background, and its launcher starts
               all ranks again from the last save (--max-restarts)
-    groups    one replica group per process; the one that was killed is started again at once, as a scheduler would
+    groups    one replica group per process; a killed one is started again at once, as a scheduler would
 
 One JSON line per way, and one with the ratio:
 
-    committed_samples      sequences of the steps that count when the time is over, less those before it began
-    lost_samples           sequences of steps that were made, and made again after a restart
-    samples_per_second     committed ones over the wall time
+    committed_samples    sequences of the steps that count at the end, minus those before the clock started
+    lost_samples         sequences of steps that had to be repeated after a restart
+    samples_per_second   committed samples divided by the wall time
     stopped_seconds        wall time in gaps between steps that count, of more than --gap seconds
 """
 
@@ -41,7 +41,7 @@ LIGHTHOUSE = ["lighthouse", "--bind", "127.0.0.1:0", "--join-timeout", "2", "--h
 
 
 class Processes:
-    """What this benchmark started; all of it ends with it."""
+    """The processes that this benchmark started; they end with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.all = folder, list[subprocess.Popen[str]]()
@@ -70,7 +70,7 @@ class Processes:
 
 
 class Restart:
-    """One job; its launcher starts it again."""
+    """One job, which its launcher restarts."""
 
     def __init__(self, options: argparse.Namespace, processes: Processes) -> None:
         self.options, self.run = options, processes.folder / "run"
@@ -97,7 +97,7 @@ class Restart:
 
 
 class Groups:
-    """One job per process; whichever ends is started again."""
+    """One job per process; a job that ends is started again."""
 
     def __init__(self, options: argparse.Namespace, processes: Processes) -> None:
         self.options, self.processes, self.counts = options, processes, [0] * options.size
@@ -135,7 +135,7 @@ def common(options: argparse.Namespace) -> list[str]:
 
 
 def last_step(file: Path) -> int:
-    """The step of the last whole row."""
+    """Return the step of the last complete row."""
     try:
         with file.open("rb") as lines:
             lines.seek(max(0, lines.seek(0, os.SEEK_END) - 16384))
@@ -170,7 +170,7 @@ def measure(options: argparse.Namespace, build: Callable[[argparse.Namespace, Pr
 
 
 def watch(options: argparse.Namespace, job: Any) -> dict[str, Any]:
-    """Kill at the moments of the schedule until its time is over."""
+    """Kill processes at the scheduled times until the time is over."""
     began, first = time.monotonic(), job.step()
     seconds, killed, lost, stopped = options.every * (options.faults + 1), 0, 0, 0.0
     farthest, moved, due = first, began, 1
@@ -180,7 +180,7 @@ def watch(options: argparse.Namespace, job: Any) -> dict[str, Any]:
         if due <= options.faults and now >= began + due * options.every and job.kill((due - 1) % options.size):
             killed, due = killed + 1, due + 1
         step = job.step()
-        if 0 < step < before:  # rows after the save that it went on from were made in vain
+        if 0 < step < before:  # steps after the save from which it resumed were lost
             lost += before - step
         before = step or before
         if step > farthest:
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=60.0, help="seconds between faults")
     parser.add_argument("--faults", type=int, default=4)
     parser.add_argument("--size", type=int, default=2, help="processes")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of a process in one forward pass")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per process in one forward pass")
     parser.add_argument("--save-seconds", type=int, default=10)
     parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")
     parser.add_argument("--gap", type=float, default=2.0)

@@ -1,4 +1,4 @@
-"""Products of experts: all at once, one dense product of the same size, and a loop over the experts.
+"""Times products of experts: all at once, one dense product of the same size, and a loop over the experts.
 
     python benchmarks/grouped.py   # 64 experts, top 6, several numbers of tokens; 128 experts, top 8; tiny on CPU
 
@@ -50,7 +50,7 @@ def milliseconds(run: Callable[[], object], times: int = 10) -> float:
 
 
 def counts(size: Size, even: bool) -> Tensor:
-    """Tokens of each expert: the same for all, or drawn so that some have many."""
+    """Return the number of tokens per expert: equal, or drawn so that some have many."""
     rows = size.tokens * size.top_k
     if even:
         return torch.full((size.experts,), rows // size.experts)

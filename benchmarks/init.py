@@ -1,15 +1,15 @@
-"""Time and memory of drawing the initial weights, as one rank of several that share the model's rows.
+"""Time and memory of drawing the initial weights, on one of several ranks that share the model's rows.
 
     python benchmarks/init.py                           # Llama 3 70B cut to 1 layer, rank 0 of 8
     python benchmarks/init.py --layers 4 --ranks 64
-    python benchmarks/init.py --flavor 8B --threads 2   # threads that draw
+    python benchmarks/init.py --flavor 8B --threads 2   # number of drawing threads
 
-Two ways, each in a process of its own; one JSON line per result:
+Two ways, each in its own process; one JSON line per result:
 
-    held    what Shardline does: the rank draws the blocks of which it holds rows, and each goes straight to its place
-    whole   every tensor is drawn whole, fused and cut; the rank keeps its rows
+    held    what Shardline does: the rank draws only the blocks of which it holds rows, directly into place
+    whole   every tensor is drawn whole, fused and split; the rank keeps its rows
 
-`peak_gib` is what resident memory grows by while the weights are drawn, the rank's own weights (`shard_gib`) included.
+`peak_gib` is the growth of resident memory while the weights are drawn, including the rank's weights (`shard_gib`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GIB = 2**30
 
 
 def draw_whole(model: Decoder, seed: int) -> None:
-    """Draw all of each parameter, one after the other, and keep the rank's shard."""
+    """Draw each parameter whole, one after the other, and keep the rank's shard."""
     shapes = logical_shapes(model.arch)
 
     def drawn(name: str, pool: ThreadPoolExecutor) -> torch.Tensor:

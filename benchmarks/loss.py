@@ -1,9 +1,9 @@
-"""Peak memory and time of the head's loss, forward and backward: chunked against whole logits. One JSON line per case.
+"""Peak memory and time of the loss, forward and backward: chunked compared with whole logits. One JSON line per case.
 
     python benchmarks/loss.py     # CUDA: 16384 tokens, dim 4096, V 128256, bfloat16; CPU: a small one in float32
     python benchmarks/loss.py --tokens 8192 --vocabulary 32000 --chunks 0 1024 4096
 
-`peak_mib` counts what the loss allocates beyond its inputs, gradients of hidden states and weight included.
+`peak_mib` is what the loss allocates beyond its inputs, including the gradients of hidden states and weight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def chunked(chunk_tokens: int, compiled: bool) -> Loss:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are still alive, and their peak (for CPU)."""
+    """Counts the bytes of live tensors made by operations, and their peak (for CPU)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def measure(name: str, loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], repeat
     if inputs[0].is_cuda:
         torch.cuda.synchronize()
     row: dict[str, Any] = {"case": name, "milliseconds": round(milliseconds(loss, inputs, repeats), 2)}
-    # Compiled code allocates out of sight of a dispatch mode, so on CPU only eager cases state their peak.
+    # A dispatch mode does not see allocations of compiled code, so on CPU only eager cases report their peak.
     if inputs[0].is_cuda or "compiled" not in name:
         row["peak_mib"] = round(peak_mib(loss, *inputs), 1)
     return row

@@ -1,4 +1,4 @@
-"""Memory and time of techniques that save memory, each against the plain run of its kind and the usual claim.
+"""Memory and time of techniques that save memory, each compared with a plain run and with the usual claim.
 
     python benchmarks/memory.py                                   # small on CPU, Llama 3 8B cut to 8 layers on a GPU
     python benchmarks/memory.py --variants "full AC,early step"   # includes their plain runs
@@ -7,11 +7,11 @@
 Every run is a `shardline train` process; it prints one JSON line per result and a table at the end. Two kinds:
 
     activations   many tokens: activations take most of the memory
-    weights       few tokens: parameters, gradients and optimizer state do; without clipping, which early step refuses
+    weights       few tokens: parameters, gradients and optimizer state do; no clipping, which early step refuses
 
-On a GPU, memory is the peak of what is allocated. On a CPU it is the peak of resident memory less that of a run with
-a minimal model; a separate run measures it, in which freed memory goes back to the system at once. Time is the median
-step of the second half of a run.
+On a GPU, memory is the peak of allocated bytes. On a CPU it is the peak of resident memory minus that of a run with a
+minimal model; separate runs measure it, in which freed memory returns to the system at once. Time is the median step of
+the second half of a run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EARLY = "--optimizer.early_step_in_backward"
 @dataclass(frozen=True)
 class Variant:
     kind: str
-    against: str | None  # the plain run it is compared with
+    against: str | None  # the plain run to compare with
     flags: tuple[str, ...] = ()
     claim: str = ""
     cuda_only: bool = False
@@ -93,7 +93,7 @@ def _model(**fields: int) -> list[str]:
 
 
 def _batch(size: int, length: int) -> list[str]:
-    """Sequences per step and micro-batch, tokens per sequence; a later flag may make the micro-batch smaller."""
+    """Return flags for sequences per step and micro-batch, and tokens per sequence; later flags may override them."""
     return [
         f"--training.global_batch_size={size}",
         f"--training.local_batch_size={size}",
@@ -117,16 +117,16 @@ SHAPES = {
     },
 }
 ALWAYS = ["--training.dataset=demo", "--metrics.log_freq=1", "--lr_scheduler.warmup_steps=2", "--optimizer.lr=1e-4"]
-# glibc: every block of 64 KiB or more is mapped by itself, and unmapped when it is freed
+# glibc: every block of 64 KiB or more is mapped separately, and unmapped when it is freed
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 class Refused(Exception):
-    """The run did not take place; the text says why."""
+    """The run did not happen; the text says why."""
 
 
 def train(words: list[str], steps: int, environment: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "shardline", "train", *words, f"--training.steps={steps}"]
         done = subprocess.run(
@@ -157,7 +157,7 @@ def measure(name: str, device: str, options: argparse.Namespace, floor: float) -
 
 
 def compared(result: dict[str, Any], base: dict[str, Any] | None) -> dict[str, float]:
-    """Shares of the plain run's memory saved and of its time added."""
+    """Return the share of the plain run's memory that is saved, and the share of its time that is added."""
     if base is None or "refused" in result or "refused" in base:
         return {}
     return {
@@ -167,17 +167,17 @@ def compared(result: dict[str, Any], base: dict[str, Any] | None) -> dict[str, f
 
 
 def chosen(words: str, device: str) -> list[str]:
-    """The named variants and the plain runs they are compared with, in the order of the table."""
+    """Return the named variants and the plain runs to compare with, in the order of the table."""
     names = list(VARIANTS) if words == "all" else [part.strip() for part in _split(words)]
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
-        sys.exit(f"no such variant: {', '.join(unknown)}; there are {'; '.join(VARIANTS)}")
+        sys.exit(f"no such variant: {', '.join(unknown)}; choose from {'; '.join(VARIANTS)}")
     wanted = {*names, *(VARIANTS[name].against for name in names)}
     return [name for name in VARIANTS if name in wanted and (device == "cuda" or not VARIANTS[name].cuda_only)]
 
 
 def _split(words: str) -> list[str]:
-    """At commas that do not belong to a name."""
+    """Split at commas that do not belong to a name."""
     found: list[str] = []
     for part in words.split(","):
         if found and f"{found[-1]},{part}".strip() in VARIANTS:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command whose N ranks share the GPU of this machine, each on its part of the multiprocessors, under an MPS
-# server of its own (a process that is killed leaves one that serves nobody).
+# Runs a command whose N ranks share this machine's GPU, each on its part of the multiprocessors, under a new MPS server
+# (a process that was killed may leave behind a server that no longer works).
 #
 #   benchmarks/one_gpu.sh 2 shardline bench overlap --model llama3 --flavor 8B --tp 2 --seq 8192
 #   benchmarks/one_gpu.sh 4 python -m pytest tests/parity/test_fused_gpu.py -m slow

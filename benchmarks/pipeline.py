@@ -1,11 +1,11 @@
-"""How long pipeline ranks are idle, measured with the executor that trains, beside the theory of their schedule.
+"""How long pipeline ranks are idle, measured with the training executor, compared with the theory of their schedule.
 
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --ranks 2 --microbatches 8 --schedules 1F1B ZBVZeroBubble
 
-Two ranks compute matrix products, the same number in each stage, backward twice forward. Four ranks sleep for as long
-instead, since there may be fewer cores. The model has the same depth for any number of stages. One JSON line each, with
-medians over all steps after the first two.
+Two ranks compute matrix products, the same number in each stage, twice as many in backward as in forward. Four ranks
+sleep for as long instead, because there may be fewer cores. The model has the same depth for any number of stages. One
+JSON line each, with medians over all steps after the first two.
 
     theory, measured   the idle share of the ranks' time, by the schedule and by the clock
     off_by             |measured - theory| / theory
@@ -42,9 +42,9 @@ from shardline.parallel.pipeline.schedules import build_schedule, theoretical_bu
 from shardline.parallel.pipeline.stages import PipelinePlan
 
 WARM_UP = 2
-DEPTH = 128  # products, or pieces of sleep, in the whole model
-ROWS, WIDTH = 96, 768  # little to send for much to compute
-PIECE = 0.00125  # seconds of sleep forward, twice that backward
+DEPTH = 128  # products, or units of sleep, in the whole model
+ROWS, WIDTH = 96, 768  # little to send compared with the computation
+PIECE = 0.00125  # seconds of sleep in forward; twice that in backward
 CPU = torch.device("cpu")
 
 
@@ -64,7 +64,7 @@ class Sleep(torch.autograd.Function):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--microbatches", type=int, help="twice as many as ranks unless given")
+    parser.add_argument("--microbatches", type=int, help="default: twice the number of ranks")
     parser.add_argument("--schedules", nargs="*", default=["1F1B", "Interleaved1F1B"], choices=SCHEDULES)
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()

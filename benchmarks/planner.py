@@ -1,13 +1,13 @@
-"""How well the planner predicts: published layouts against `shardline.plan`, and the fit of other trainers' constants.
+"""How well the planner predicts published layouts and our own runs, and the fit of other trainers' constants.
 
     python benchmarks/planner.py --data DIR            # a table
     python benchmarks/planner.py --data DIR --json     # one JSON object
     python benchmarks/planner.py --data DIR --fit      # writes planner_fitted.toml
-    python benchmarks/planner.py --data DIR --cross    # errors on sources, models and GPU counts that are left out
+    python benchmarks/planner.py --data DIR --cross    # errors on held-out sources, models and GPU counts
     python benchmarks/planner.py --own                 # runs of this trainer: planner_own.toml
 
-DIR holds measured_layouts.json and failed_layouts.json. Rows are split by whole groups (dataset, model, GPUs) into a
-part that constants are fitted to and a part that checks them. docs/planner.md explains every number.
+DIR holds measured_layouts.json and failed_layouts.json. Whole groups of rows (dataset, model, GPUs) go either into the
+part to which constants are fitted or into the part that checks them. docs/planner.md explains every number.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from shardline.plan.hardware import GIB, find_profile
 OWN = Path(__file__).parent / "planner_own.toml"
 FILES = "measured_layouts.json", "failed_layouts.json"
 SINGLE_GROUPS = ("torchao", "simumax-b200")
-FIT_OF = 10, 6  # of ten groups, six are fitted to
+FIT_OF = 10, 6  # six of ten groups are used for fitting
 
 
 def is_fitted_to(row: Measured) -> bool:
-    """Whole groups go to one side, by a hash of their name; a source with a single group is fitted to."""
+    """Split whole groups by a hash of their name; a source with a single group is used for fitting."""
     if row.dataset in SINGLE_GROUPS:
         return True
     name = f"{row.dataset}/{row.group[0]}/{row.group[1]}"
@@ -56,7 +56,7 @@ def is_fitted_to(row: Measured) -> bool:
 
 
 def scores(rows: Sequence[Measured]) -> dict[str, Any]:
-    """The errors of a set of rows."""
+    """Return the errors of a set of rows."""
     timed = [row for row in rows if row.speed]
     found: dict[str, Any] = {"rows": len(rows)}
     if timed:
@@ -89,7 +89,7 @@ def scores(rows: Sequence[Measured]) -> dict[str, Any]:
 
 
 def ranking(rows: Sequence[Measured]) -> dict[str, Any]:
-    """Spearman in each (model, GPUs) with 5 rows or more, and how much slower the first choice is than the best."""
+    """Return Spearman's rank correlation of each (model, GPUs) with 5 or more rows, and the first choice's regret."""
     groups = defaultdict(list)
     for row in rows:
         groups[(row.dataset, *row.group)].append(row)
@@ -121,7 +121,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks, the mean of them for equal values."""
+    """Return ranks; equal values get their mean rank."""
     order = values.argsort(kind="stable")
     ranks = np.empty(len(values))
     ranks[order] = np.arange(len(values))
@@ -132,7 +132,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def fits_scores(ran: Sequence[Measured], failed: Sequence[Measured]) -> dict[str, Any]:
-    """Precision and recall of "does not fit", with the layouts that ran as the others."""
+    """Return precision and recall of "does not fit"; the layouts that ran are the negatives."""
     if not failed:
         return {"rows": 0}
     caught = [refuses(row) for row in failed]
@@ -149,7 +149,7 @@ def fits_scores(ran: Sequence[Measured], failed: Sequence[Measured]) -> dict[str
 
 
 def refuses(row: Measured) -> str:
-    """`layout` where it cannot run at all, `memory` where the fullest rank has too little, else nothing."""
+    """Return `layout` if it cannot run at all, `memory` if the fullest rank has too little, else nothing."""
     if row.trainer.startswith("nanotron") and impossible(row.workload):
         return "layout"
     trainer = row.trainer
@@ -167,7 +167,7 @@ def _rounded(value: Any) -> float:
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """Scores of all rows by the constants of all known rows; `fit` and `check` by those of the fit part alone."""
+    """Return scores of all rows with constants from all known rows; `fit` and `check` use those of the fit part."""
     use_constants(fitted("fit"))
     sure, failed = _sure(read_rows(folder)[0]), read_failed(folder)[0]
     parts = {"fit": [r for r in sure if is_fitted_to(r)], "check": [r for r in sure if not is_fitted_to(r)]}
@@ -207,7 +207,7 @@ def by_dataset(rows: Sequence[Measured]) -> dict[str, Any]:
 
 
 def report_cross(folder: Path) -> dict[str, Any]:
-    """Scores of rows of which nothing of their source, model or number of GPUs was fitted to."""
+    """Return scores of rows whose source, model or number of GPUs was left out of the fit."""
     found = {}
     for name, rows in cross(folder).items():
         found[name] = {"overall": _without_groups(scores(rows)), "by_dataset": by_dataset(rows)}
@@ -264,7 +264,7 @@ def _line(name: str, own: dict[str, Any]) -> str:
 
 
 def own_runs() -> list[dict[str, Any]]:
-    """Measured runs of this trainer on an H200, each with what the planner predicts for its config."""
+    """Return measured runs of this trainer on an H200, each with the planner's prediction for its config."""
     hardware = find_profile("h200")
     found = []
     for model in tomllib.loads(OWN.read_text()).values():
@@ -297,8 +297,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="the folder with measured_layouts.json and failed_layouts.json")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--cross", action="store_true", help="cross-validate: sources, models, GPU counts left out")
-    parser.add_argument("--own", action="store_true", help="runs of this trainer instead")
+    parser.add_argument("--cross", action="store_true", help="cross-validate: leave out sources, models, GPU counts")
+    parser.add_argument("--own", action="store_true", help="use runs of this trainer instead")
     options = parser.parse_args()
     if options.own:
         runs = own_runs()
@@ -306,8 +306,8 @@ def main() -> None:
         return
     if options.data is None:
         sys.exit("--data DIR is missing: the folder with measured_layouts.json")
-    if not any((options.data / name).is_file() for name in FILES):
-        sys.exit(f"{options.data}: has neither {' nor '.join(FILES)}")
+    if not (options.data / "measured_layouts.json").is_file():
+        sys.exit(f"{options.data}: there is no measured_layouts.json")
     if options.fit:
         write_fitted({"all": fit(options.data, lambda row: True), "fit": fit(options.data, is_fitted_to)})
     if options.cross:

@@ -1,7 +1,7 @@
-"""The constants of other trainers, fitted to published rows, and how far predictions are off on rows left out.
+"""Fits the constants of other trainers to published rows, and measures the prediction errors on held-out rows.
 
-Only what a trainer's table names in `fit` and `fit_memory` is fitted, from the values that the table gives. Each
-cross-validation leaves whole sources, models or numbers of GPUs out, fits to the rest, and predicts what was left out.
+Only constants named in a trainer's `fit` and `fit_memory` are fitted, starting from the values in its table. Each
+cross-validation leaves out whole sources, models or numbers of GPUs, fits to the rest, and predicts what was left out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from shardline.plan.traits import Traits
 
 Chosen = Callable[[Measured], bool]
 FOLDS = 3  # of models, and of numbers of GPUs, that are left out in turn
-PULL = 0.03  # how far a row's logarithm of error counts as much as a constant that is e times what its table says
-POOLED = 40  # rows of one source, about, that constants of an unknown trainer are fitted to
-ROUNDS = 2  # which version of a trainer measured a row is deduced again from the constants of the first round
+PULL = 0.03  # the logarithm of a row's error that weighs as much as a constant e times its table value
+ROUNDS = 2  # the second deduces again, with the first round's constants, which trainer version measured a row
 
 
 def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str = "") -> dict[str, dict[str, Any]]:
-    """The constants of every trainer (or of families of `only`), from the rows that are chosen."""
+    """Return the constants of every trainer (or of the families in `only`), fitted to the chosen rows."""
     found: dict[str, dict[str, Any]] = {}
     for _ in range(ROUNDS):
         use_constants(found)
@@ -78,7 +77,7 @@ def _fitted(
 ) -> dict[str, Any]:
     """Levenberg-Marquardt on the logarithms of constants, with Huber's loss on logarithms of errors.
 
-    A constant is drawn to what the trainer's table says, so that what rows do not decide stays there.
+    Constants are pulled towards the values in the trainer's table, so those that the rows do not determine stay there.
     """
     wanted = np.log([getattr(row, target) for row in rows])
     known = {name: traits_of(name) for name in {row.trainer for row in rows}}
@@ -120,7 +119,7 @@ def _fitted(
     return _nested(dict(zip(names, np.exp(x), strict=True)), traits_of(trainer))
 
 
-# What a constant can be: shares are below 1, and nothing is faster than the hardware by much.
+# Bounds of constants: shares are below 1, and nothing is much faster than the hardware.
 BOUNDS = {
     "products": (0.3, 1.25),
     "products_float8": (0.3, 1.2),
@@ -150,7 +149,7 @@ def _value(traits: Traits, name: str) -> float:
 
 
 def _changed(traits: Traits, values: dict[str, float], trainer: str, own: str) -> Traits:
-    """Traits with fitted values; a trainer that extends the fitted one keeps what it says itself."""
+    """Return traits with fitted values; a trainer that extends the fitted one keeps its own values."""
     kept = set() if own == trainer else set(TRAINERS[own].get("traits", {}))
     return traits.with_values(_nested({k: v for k, v in values.items() if k.split(".")[0] not in kept}, traits))
 
@@ -167,8 +166,8 @@ def _nested(values: dict[str, float], traits: Traits) -> dict[str, Any]:
 
 
 def write_fitted(parts: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """The parts: what all rows decide, and the fit part alone."""
-    lines = ["# Written by `python benchmarks/planner.py --fit`: constants that published measurements decide.", ""]
+    """Return both parts: the constants from all rows, and those from the fit part."""
+    lines = ["# Written by `python benchmarks/planner.py --fit`: constants fitted to published measurements.", ""]
     for part, found in parts.items():
         for trainer, values in found.items():
             own = (f"{key} = {json.dumps(value)}" for key, value in sorted(values.items()))
@@ -180,7 +179,7 @@ def write_fitted(parts: dict[str, dict[str, dict[str, Any]]]) -> None:
 
 
 def cross(folder: Path) -> dict[str, list[Measured]]:
-    """Every row, predicted by constants that nothing of its source, its model, or its number of GPUs was fitted to."""
+    """Return predictions of every row by constants fitted without its source, its model, or its number of GPUs."""
     use_constants({})
     rows, _ = read_rows(folder)
     sources = sorted({row.dataset for row in rows})
@@ -204,7 +203,7 @@ def _key(row: Measured, name: str) -> tuple[str, Any]:
 
 
 def _dealt(rows: Sequence[Measured], place: int) -> dict[tuple[str, Any], int]:
-    """The fold of each model (or number of GPUs) of a source: dealt in turn, in order."""
+    """Return the fold of each model (or number of GPUs) of a source: assigned in turn, in order."""
     each: dict[str, set[Any]] = {}
     for row in rows:
         each.setdefault(row.dataset, set()).add(row.group[place])
@@ -212,9 +211,9 @@ def _dealt(rows: Sequence[Measured], place: int) -> dict[tuple[str, Any], int]:
 
 
 def _left_out(folder: Path, held: Callable[[Measured], bool], source: str = "") -> list[Measured]:
-    """The held rows, predicted by a fit to the others.
+    """Return predictions of the held-out rows by a fit to the others.
 
-    A source whose trainer no other source has is taken for one of an unknown trainer.
+    A source whose trainer appears in no other source counts as one of an unknown trainer.
     """
     use_constants({})
     rows = read_rows(folder)[0]

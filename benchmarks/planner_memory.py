@@ -1,4 +1,4 @@
-"""The memory of other trainers: what a rank keeps for each parameter, token and logit, by the traits of the trainer."""
+"""The memory of other trainers: what a rank keeps for each parameter, token and logit, given the trainer's traits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TrainerMemory:
     optimizer: float
     activations: float
     buffers: float
-    reserved: float  # what the allocator cannot use: fragments, and sizes rounded up
+    reserved: float  # what the allocator wastes: fragments and rounded-up sizes
 
     @property
     def total(self) -> float:
@@ -28,7 +28,7 @@ class TrainerMemory:
 
 
 def peak_memory(workload: Workload, traits: Traits) -> TrainerMemory:
-    """The memory of the fullest rank of the pipeline."""
+    """Return the memory of the fullest rank of the pipeline."""
     stages = cut(workload, traits)
     ranks = workload.layout.pp
     if traits.reports_first:
@@ -47,7 +47,7 @@ def _rank_memory(workload: Workload, traits: Traits, stages: list[StageLayers], 
     shared, expert_shared = layout.dp_shard * layout.cp, expert_shards(layout)
 
     def share(stage_of_zero: int) -> float:
-        """Parameters of which this rank keeps something that is shared from this stage of ZeRO on."""
+        """Return the number of parameters for which this rank keeps state that is sharded from this ZeRO stage on."""
         split = workload.zero >= stage_of_zero
         return dense / (shared if split else 1) + experts / (expert_shared if split else 1)
 
@@ -61,7 +61,7 @@ def _rank_memory(workload: Workload, traits: Traits, stages: list[StageLayers], 
     ) / len(stages)
     layers = sum(stage.dense + stage.experts for stage in stages)
     activations = passes * layers * layer_bytes(workload, traits)
-    if workload.recompute in ("full", "op"):  # the layer that is computed again
+    if workload.recompute in ("full", "op"):  # the layer being recomputed
         activations += whole_layer_bytes(workload, traits)
     if any(stage.last for stage in stages):
         activations += workload.tokens * workload.arch.vocab_size / layout.tp * traits.logit_kept
@@ -73,14 +73,14 @@ def _rank_memory(workload: Workload, traits: Traits, stages: list[StageLayers], 
 
 
 def layer_bytes(workload: Workload, traits: Traits) -> float:
-    """What one layer keeps of one micro-batch."""
+    """Return what one layer keeps of one micro-batch."""
     if workload.recompute == "full":
         return workload.tokens * NUMBER * workload.arch.dim / workload.stream_share
     return whole_layer_bytes(workload, traits) * (traits.kept_op if workload.recompute == "op" else 1.0)
 
 
 def whole_layer_bytes(workload: Workload, traits: Traits) -> float:
-    """The same if nothing is computed again."""
+    """Return the same without recomputation."""
     arch, tp = workload.arch, workload.layout.tp
     stream, gathered, heads, width = traits.kept
     stream += traits.kept_piped if workload.layout.pp > 1 else 0.0

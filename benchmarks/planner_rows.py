@@ -1,7 +1,7 @@
-"""Rows of published measurements as workloads of the planner: models by name, layouts, precisions, trainers.
+"""Converts rows of published measurements to planner workloads: models by name, layouts, precisions, trainers.
 
-A row may lack any key. What cannot be known is taken from the tables in `planner_models.toml` and
-`planner_traits.toml`, and a row about which too little is known is left out and counted.
+A row may lack any key. Missing values come from the tables in `planner_models.toml` and `planner_traits.toml`; a row
+with too little information is left out and counted.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from shardline.plan.work import Workload
 
 MODELS = tomllib.loads((Path(__file__).parent / "planner_models.toml").read_text())
 
-# What a row that says too little about itself, or contradicts itself, raises while it is read.
+# What reading a row raises if it is incomplete or contradictory.
 UNKNOWN = (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError, AssertionError, UserError)
 
 
 @dataclass
 class Measured:
-    """One published row, with what the planner needs to predict it."""
+    """One published row, with everything that the planner needs to predict it."""
 
     row: dict[str, Any]
     workload: Workload
     hardware: Hardware
     trainer: str
-    speed: float | None  # tokens/s on each GPU
+    speed: float | None  # tokens/s per GPU
     memory: float | None  # GiB
     predicted: float = 0.0
     predicted_gib: float = 0.0
@@ -55,7 +55,7 @@ class Measured:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the collection says that the row is not to be trusted, or its numbers contradict each other."""
+        """Whether the collection marks the row as unreliable, or its numbers contradict each other."""
         row, layout = self.row, self.workload.layout
         if "INCONSISTENT" in str(row.get("notes", "")):
             return True
@@ -66,12 +66,12 @@ class Measured:
 
     @property
     def stalled(self) -> bool:
-        """Whether siblings show that the row was measured while something was broken; see `mark_stalled`."""
+        """Whether similar rows show that something was broken during the measurement; see `mark_stalled`."""
         return bool(self.row.get("stalled"))
 
 
 def read_rows(folder: Path, unknown: str = "") -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
-    """The rows that can be predicted, with predictions, and the others with the reason.
+    """Return the rows that can be predicted, with predictions, and the others with the reason.
 
     A dataset may count as one of an unknown trainer.
     """
@@ -95,7 +95,7 @@ def predicted(row: Measured) -> Measured:
 
 
 def speed(row: Measured, traits: Traits) -> float:
-    """Predicted tokens/s on each GPU."""
+    """Return the predicted tokens/s per GPU."""
     workload = row.workload
     seconds = step_time(workload, row.hardware, traits).total
     return workload.step_tokens / seconds / workload.layout.world_size
@@ -108,8 +108,8 @@ def gib(row: Measured, traits: Traits) -> float:
 def mark_stalled(rows: list[Measured]) -> None:
     """Mark rows that are slower than a sibling by a factor that no layout explains. Only measurements are compared.
 
-    Siblings have the same model, GPUs, tensor and pipeline degree. A micro-batch never takes 3 times as long as one
-    that is at least as large, nor 4 times as long for each sequence as a smaller one.
+    Siblings have the same model, GPUs, tensor and pipeline degree. A micro-batch never takes 3 times as long as one of
+    at least its size, nor 4 times as long per sequence as a smaller one.
     """
     groups: dict[tuple[Any, ...], list[Measured]] = {}
     for row in rows:
@@ -125,14 +125,17 @@ def mark_stalled(rows: list[Measured]) -> None:
 
 
 def pass_seconds(row: Measured) -> float:
-    """The time of a step over its passes, those that fill and drain a pipeline included."""
+    """Return the time of a step divided by its passes, including those that fill and drain a pipeline."""
     workload = row.workload
     step = workload.step_tokens / (row.speed or 1.0) / workload.layout.world_size
     return step / (workload.micro_batches + workload.layout.pp - 1)
 
 
 def read_failed(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
-    """Layouts that crashed or ran out of memory, and those about which too little is known, with the reason."""
+    """Return layouts that crashed or ran out of memory, and those with too little information, with the reason."""
+    path = folder / "failed_layouts.json"
+    if not path.exists():
+        return [], []
     found, left_out = [], []
     for row in _listed(folder / "failed_layouts.json"):
         try:
@@ -157,10 +160,8 @@ def _listed(path: Path) -> list[Any]:
 
 
 def _full(row: dict[str, Any]) -> dict[str, Any]:
-    """A failed layout with what the sweep's rows say of themselves."""
-    known = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096}
-    known |= {"zero_stage": 0, "ac": "none"}
-    full = known | {key: value for key, value in row.items() if value is not None}
+    """Return a failed layout completed with what the rows of its sweep have in common."""
+    full = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096, **row}
     full["gpus"] = row.get("gpus") or 8 * int(row["nodes"])
     if re.fullmatch(r"[\d.]+B", str(row.get("model"))):
         full["model"] = f"Llama-like {row['model']}"
@@ -208,20 +209,16 @@ COUNTS += ("zero_stage",)
 RESULTS = ("tokens_per_s_per_gpu", "mem_gib", "step_time_s")
 
 
-def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with numbers where they stand as text.
-
-    Counts are whole numbers and results positive, where they are given; a count of 0 is taken as not given.
-    """
-    row = {key: _plain(value) if key in (*COUNTS, *RESULTS, *FIELDS) else value for key, value in row.items()}
-    for key in (*COUNTS, *FIELDS):
+def checked_numbers(row: dict[str, Any]) -> None:
+    """Check that counts are whole numbers and results positive, if present; a count of 0 means that it is missing."""
+    for key in (*COUNTS, "gpus", *FIELDS):
         value = row.get(key)
         if value is not None and (not _is_number(value) or value != int(value) or not 0 <= value <= MOST):
-            raise ValueError(f"{key} = {value!r} is no count")
+            raise ValueError(f"{key} = {value!r} is not a count")
     for key in RESULTS:
         value = row.get(key)
         if value is not None and (not _is_number(value) or value <= 0):
-            raise ValueError(f"{key} = {value!r} is no positive number")
+            raise ValueError(f"{key} = {value!r} is not a positive number")
     if not row.get("gpus") or not row.get("seq_len"):
         raise ValueError("gpus or seq_len is missing")
     return row
@@ -245,7 +242,7 @@ def _is_number(value: Any) -> bool:
 
 
 def measured_speed(row: dict[str, Any]) -> float | None:
-    """Tokens/s on each GPU, from the time of a step where only that is published."""
+    """Return tokens/s per GPU, computed from the time of a step if only that is published."""
     if row.get("tokens_per_s_per_gpu"):
         return float(row["tokens_per_s_per_gpu"])
     if row.get("step_time_s") and row.get("global_batch"):
@@ -327,7 +324,7 @@ def _model_parallel(row: dict[str, Any], tp: int, pp: int) -> tuple[int, int]:
 
 
 def data_parallel(layout: Layout, zero: int, fsdp: Any) -> Layout:
-    """Data ranks that share something are `dp_shard`, copies `dp_replicate`."""
+    """Return the layout: data ranks that shard something are `dp_shard`, copies are `dp_replicate`."""
     dp = layout.dp_shard
     if zero == 0:
         return Layout(layout.pp, dp, 1, layout.cp, layout.tp) if layout.ep == 1 else layout
@@ -381,7 +378,7 @@ FIELDS = {
 
 
 def known_model(name: str) -> dict[str, Any]:
-    """The table whose pattern fits the name, the longest pattern first."""
+    """Return the table with the longest pattern that matches the name."""
     found = [table for table in MODELS.values() if re.search(table["pattern"], name, re.IGNORECASE)]
     if not found:
         return {}

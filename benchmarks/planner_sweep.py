@@ -12,16 +12,16 @@ from shardline.plan.hardware import Hardware
 from shardline.plan.stages import blocks_by_costs
 from shardline.plan.work import Workload
 
-USABLE = 0.95  # of a card's memory: NCCL and the context need the rest
+USABLE = 0.95  # of a GPU's memory: NCCL and the context need the rest
 
 
 def sweep_edition(workload: Workload, hardware: Hardware) -> str:
-    """Which version of nanotron measured a layout of the playbook's sweep.
+    """Return which version of nanotron measured a layout of the playbook's sweep.
 
-    Its script (scripts/scaling_benchmarks.py) repeats layouts with a pipeline from a certain job on, takes ZeRO 0 only
-    for 32 data ranks or more, and sweeps 2 stages apart. What was not repeated still has slow transfers between stages
-    and keeps less: seen where both were measured, and the same for all models. What ran out of memory when it was
-    repeated has its first measurement.
+    Its script (scripts/scaling_benchmarks.py) repeats layouts with a pipeline from a certain job on, uses ZeRO 0 only
+    with 32 data ranks or more, and sweeps 2 stages separately. Layouts that were not repeated have slow transfers
+    between stages and keep less; rows measured both ways show this for all models. A layout that ran out of memory in
+    the repetition has its first measurement.
     """
     edition = _edition(workload, hardware)
     if edition == "nanotron_first" or workload.layout.world_size <= hardware.per_node:
@@ -49,7 +49,7 @@ def _edition(workload: Workload, hardware: Hardware) -> str:
 
 
 def _largest_micro_batch(workload: Workload, hardware: Hardware) -> bool:
-    """Whether a larger one would not fit: two stages were repeated with the largest one alone."""
+    """Whether a larger micro-batch would not fit: layouts with two stages were repeated only with the largest one."""
     if workload.micro_batches == 1:
         return True
     larger = replace(
@@ -63,7 +63,7 @@ def _held(workload: Workload, trainer: str) -> float:
 
 
 def impossible(workload: Workload) -> bool:
-    """Layouts that nanotron refuses: fewer micro-batches than stages after the first, or a stage without a block."""
+    """Whether nanotron refuses a layout: fewer micro-batches than later stages, or a stage without a block."""
     if workload.micro_batches < workload.layout.pp - 1:
         return True
     return not all(blocks_by_costs(workload))

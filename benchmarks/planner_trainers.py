@@ -1,4 +1,4 @@
-"""Trainers and their constants: what a row's trainer is known to do, and what published rows decided."""
+"""Trainers and their constants: what is known about a row's trainer, and what was fitted to published rows."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def trainer_of(row: dict[str, Any]) -> str:
 
 @cache
 def traits_of(trainer: str) -> Traits:
-    """The traits of a trainer: those of the one it `extends`, its own, and the fitted ones."""
+    """Return the traits of a trainer: those of the one it `extends`, its own, and the fitted ones."""
     table = TRAINERS[trainer]
     base = traits_of(table["extends"]) if "extends" in table else Traits()
     return base.with_values({"name": trainer, **table.get("traits", {}), **_constants.get(trainer, {})})
 
 
 def use_constants(values: dict[str, Any]) -> None:
-    """Constants of trainers for all that follows; rows that were read before have to be read again."""
+    """Set the trainers' constants from now on; rows read before must be read again."""
     _constants.clear()
     _constants.update(values)
     traits_of.cache_clear()
 
 
 def fitted(part: str) -> dict[str, Any]:
-    """The constants that all rows decide (`all`), or those of the fit part alone (`fit`)."""
+    """Return the constants fitted to all rows (`all`), or only to the fit part (`fit`)."""
     return tomllib.loads(FITTED.read_text())[part] if FITTED.exists() else {}
 
 

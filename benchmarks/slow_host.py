@@ -1,6 +1,7 @@
-"""Imported by runs of `semi_sync.py --paces`: forward and backward of rank r take PACES[r] seconds at least.
+"""Imported by runs of `semi_sync.py --paces`: forward and backward of rank r take at least PACES[r] seconds.
 
-It stands for hosts of different speed. The rest of the time is slept, so other work of the machine changes little.
+This simulates hosts of different speeds. The rest of the time is spent sleeping, so other work on the machine matters
+little.
 """
 
 import os

@@ -19,7 +19,7 @@ def counting(path):
         yield " ".join(str(number) for number in range(first, first + 40))
 
 
-@register_optimizer("PlainSGD")  # --optimizer.name PlainSGD; `section` is the [optimizer] section
+@register_optimizer("PlainSGD")  # --optimizer.name PlainSGD; `section` is the config's [optimizer]
 def plain_sgd(parameter_groups, section):
     import torch
 
