@@ -81,8 +81,8 @@ def words(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def places(rate: str) -> Iterator[tuple[str, list[Start], str]]:
-    """Provide the first rank's address, for each rank a function that starts a process on its host, and the link."""
+def places(rate: str, count: int = 2) -> Iterator[tuple[str, list[Start], str]]:
+    """The first rank's address, a function for each rank that starts a process on its host, and the link."""
     reason = missing()
     if reason:
         yield "127.0.0.1", [start_here] * count, f"127.0.0.1, unshaped ({reason})"
@@ -103,9 +103,9 @@ def run(options: argparse.Namespace, variant: list[str], address: str, starts: l
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def both(program: list[str], address: str, starts: list[Start]) -> str:
-    """Run a program as two ranks to its end; return what rank 0 printed."""
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+def on_all(program: list[str], address: str, starts: list[Start]) -> str:
+    """Run a program as one rank on each host, to its end; returns what rank 0 printed."""
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(starts))}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     jobs = []
     for rank, start in enumerate(starts):

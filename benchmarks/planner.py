@@ -306,8 +306,8 @@ def main() -> None:
         return
     if options.data is None:
         sys.exit("--data DIR is missing: the folder with measured_layouts.json")
-    if not (options.data / "measured_layouts.json").is_file():
-        sys.exit(f"{options.data}: there is no measured_layouts.json")
+    if not any((options.data / name).is_file() for name in FILES):
+        sys.exit(f"{options.data}: has neither {' nor '.join(FILES)}")
     if options.fit:
         write_fitted({"all": fit(options.data, lambda row: True), "fit": fit(options.data, is_fitted_to)})
     if options.cross:

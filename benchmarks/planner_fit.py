@@ -21,8 +21,9 @@ from shardline.plan.traits import Traits
 
 Chosen = Callable[[Measured], bool]
 FOLDS = 3  # of models, and of numbers of GPUs, that are left out in turn
-PULL = 0.03  # the logarithm of a row's error that weighs as much as a constant e times its table value
-ROUNDS = 2  # the second deduces again, with the first round's constants, which trainer version measured a row
+PULL = 0.03  # how far a row's logarithm of error counts as much as a constant that is e times what its table says
+POOLED = 40  # rows of one source, about, that constants of an unknown trainer are fitted to
+ROUNDS = 2  # which version of a trainer measured a row is deduced again from the constants of the first round
 
 
 def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str = "") -> dict[str, dict[str, Any]]:

@@ -132,10 +132,7 @@ def pass_seconds(row: Measured) -> float:
 
 
 def read_failed(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
-    """Return layouts that crashed or ran out of memory, and those with too little information, with the reason."""
-    path = folder / "failed_layouts.json"
-    if not path.exists():
-        return [], []
+    """Layouts that crashed or ran out of memory, and those about which too little is known, with the reason."""
     found, left_out = [], []
     for row in _listed(folder / "failed_layouts.json"):
         try:
@@ -160,8 +157,10 @@ def _listed(path: Path) -> list[Any]:
 
 
 def _full(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a failed layout completed with what the rows of its sweep have in common."""
-    full = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096, **row}
+    """A failed layout with what the sweep's rows say of themselves."""
+    known = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096}
+    known |= {"zero_stage": 0, "ac": "none"}
+    full = known | {key: value for key, value in row.items() if value is not None}
     full["gpus"] = row.get("gpus") or 8 * int(row["nodes"])
     if re.fullmatch(r"[\d.]+B", str(row.get("model"))):
         full["model"] = f"Llama-like {row['model']}"
@@ -209,9 +208,13 @@ COUNTS += ("zero_stage",)
 RESULTS = ("tokens_per_s_per_gpu", "mem_gib", "step_time_s")
 
 
-def checked_numbers(row: dict[str, Any]) -> None:
-    """Check that counts are whole numbers and results positive, if present; a count of 0 means that it is missing."""
-    for key in (*COUNTS, "gpus", *FIELDS):
+def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with numbers where they stand as text.
+
+    Counts are whole numbers and results positive, where they are given; a count of 0 is taken as not given.
+    """
+    row = {key: _plain(value) if key in (*COUNTS, *RESULTS, *FIELDS) else value for key, value in row.items()}
+    for key in (*COUNTS, *FIELDS):
         value = row.get(key)
         if value is not None and (not _is_number(value) or value != int(value) or not 0 <= value <= MOST):
             raise ValueError(f"{key} = {value!r} is not a count")

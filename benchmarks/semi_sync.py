@@ -1,21 +1,26 @@
-"""What workers with DiLoCo, local SGD or asynchronous steps send, wait for and learn, on two hosts with a shaped link.
+"""What workers that meet now and then, or never wait, send and learn, on two or more hosts with shaped links.
 
     python benchmarks/semi_sync.py                              # root and iproute2: network namespaces, 100 Mbit/s
     python benchmarks/semi_sync.py --rate 1gbit --variants ddp diloco
     python benchmarks/semi_sync.py --variants ddp async --paces 0.2 0.4   # one host at half the speed of the other
-    python benchmarks/semi_sync.py --steps 2000 --rate none -- --training.seed=1   # flags after -- go to every run
+    python benchmarks/semi_sync.py --hosts 3 --variants ddp async --paces 0.2 0.2 0.4     # a link each to a switch
+    python benchmarks/semi_sync.py --steps 2000 --rate none -- --training.seed=1   # words after -- go to every run
 
 One rank per host, one thread each; the demo's model and text. All variants train on the same tokens, in the same order,
 and are validated once, after the last step. One JSON line per variant, with the machine, its load and the versions:
 
-    step_seconds       mean over all steps except the first ones, including synchronizations
-    samples_per_second over all workers
-    bytes_per_token    all bytes that a rank sends, divided by the tokens of the global batch
-    fewer_bytes        ddp's bytes per token divided by these
-    hidden             share of the exchanges' time during which rank 0 continued training
-    loss               mean over the last tenth of the steps (all workers, all targets)
-    against_ddp        loss divided by that of ddp, minus 1
-    validation         the last validation loss (of the global weights)
+    step_seconds       mean over all steps but the first ones, meetings included
+    samples_per_second of all workers together
+    tokens             of all workers together, from the first step to the last one
+    bytes_per_token    all that rank 0 sends, over the tokens of the global batch
+    fewer_bytes        ddp's bytes per token over these
+    hidden             share of the time of the exchanges in which rank 0 went on training
+    loss               mean of the last tenth of the steps (of all workers, over all targets)
+    against_ddp        loss over that of ddp, less 1
+    validation         validation loss after the last step (of the global weights)
+    validation_against_ddp   the same over that of ddp, less 1
+    staleness          async: steps by which the oldest contribution of a step was late, as a mean over the steps
+    contributions      async: how many each worker made
 
 Without root the ranks communicate over 127.0.0.1, unshaped; the first line says so.
 """
@@ -121,13 +126,14 @@ def summary(rows: list[dict[str, Any]], seq_len: int = 128) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+")
-    parser.add_argument("--rate", default="100mbit", help='rate of the link, as tc writes it; "none": 127.0.0.1')
+    parser.add_argument("--rate", default="100mbit", help='of the link, as tc writes it; "none": 127.0.0.1')
+    parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sync-steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=4, help="sequences of each worker")
     parser.add_argument("--validation-steps", type=int, default=20, help="batches of each host in the validation")
     parser.add_argument("words", nargs="*", help="settings for every run, after --")
-    parser.add_argument("--paces", type=float, nargs=2, help="minimum seconds of forward and backward on each host")
+    parser.add_argument("--paces", type=float, nargs="+", help="seconds of forward and backward on each host, at least")
     options = parser.parse_args()
     if options.steps < 4 or options.hosts < 2:
         sys.exit("--steps: at least 4, the first three are not counted; --hosts: at least 2")
