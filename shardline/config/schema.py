@@ -524,6 +524,9 @@ class FaultTolerance(Section):
     async_staleness: NonNegative = key(
         2, "Steps by which a contribution of an asynchronous worker may be late; who would be farther ahead waits."
     )
+    async_steps: Positive = key(
+        1, "Local steps in a contribution, each on an equal part of its samples; 1: gradients are sent, no change."
+    )
     async_lr_power: Fraction = key(
         0.5, "A contribution that is n steps late keeps (1 + n) to the power of minus this of the learning rate."
     )

@@ -9,7 +9,7 @@ import pytest
 
 from shardline.config.architecture import Architecture
 from shardline.config.load import load_config
-from shardline.config.rules.workers import OUTER_KEYS
+from shardline.config.rules.workers import OUTER_KEYS, OUTER_STEP_KEYS
 from shardline.config.schema import Config, leaves
 from shardline.config.types import short_type
 from shardline.errors import ConfigError
@@ -111,7 +111,7 @@ OWN_KEYS = {
     "lora.double_quantization",
     "lora.adapter_path",
     "lora.lr_ratio",
-    *(key for key in OUTER_KEYS if key != "fault_tolerance.semi_sync_method"),
+    *(key for key in (*OUTER_KEYS, *OUTER_STEP_KEYS) if key != "fault_tolerance.semi_sync_method"),
     "parallelism.data_parallel_mode",
     "model.overrides",
     "optimizer.decay_norms",
