@@ -525,7 +525,7 @@ class FaultTolerance(Section):
         2, "Steps by which a contribution of an asynchronous worker may be late; who would be farther ahead waits."
     )
     async_steps: Positive = key(
-        1, "Local steps in a contribution, each on an equal part of its samples; 1: gradients are sent, no change."
+        1, "Local steps of a worker in one contribution, on equal parts of its samples; 1: it sends its gradients."
     )
     async_lr_power: Fraction = key(
         0.5, "A contribution that is n steps late keeps (1 + n) to the power of minus this of the learning rate."

@@ -106,7 +106,8 @@ def _workers(config: Config, workers: int) -> str:
     section = config.fault_tolerance
     if config.parallelism.data_parallel_mode == "async":
         most = counted(section.async_staleness, "step")
-        of = f" of {section.async_steps} local steps" if section.async_steps > 1 else ""
+        outer = f"outer rate {section.outer_lr:g}, momentum {section.outer_momentum:g}"
+        of = f" of {section.async_steps} local steps ({outer})" if section.async_steps > 1 else ""
         what = "waited for" if section.async_late == "wait" else f"dropped after {section.async_late_seconds:g} s"
         return f"{workers}, asynchronous; contributions{of} at most {most} late, late workers {what}"
     plain = section.semi_sync_method == "local_sgd"
