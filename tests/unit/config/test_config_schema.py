@@ -24,6 +24,7 @@ OTHER_DEFAULTS = {
 }
 OWN_KEYS = {
     "fault_tolerance.async_staleness",
+    "fault_tolerance.async_steps",
     "fault_tolerance.async_lr_power",
     "fault_tolerance.async_late",
     "fault_tolerance.async_late_seconds",
