@@ -22,6 +22,8 @@ and are validated once, after the last step. One JSON line per variant, with the
     staleness          async: steps by which the oldest contribution of a step was late, as a mean over the steps
     contributions      async: how many each worker made
 
+A step of "async, local" has --local-steps times the samples of the others' steps, and there are as many times fewer.
+
 Without root the ranks communicate over 127.0.0.1, unshaped; the first line says so.
 """
 
@@ -50,6 +52,7 @@ DILOCO = ["--parallelism.data_parallel_mode=diloco"]
 def variants(options: argparse.Namespace) -> dict[str, list[str]]:
     diloco = [*DILOCO, f"{FT}sync_steps={options.sync_steps}"]
     streaming = [*diloco, f"{FT}num_fragments=2", f"{FT}fragment_sync_delay=5", f"{FT}fragment_update_alpha=0.5"]
+    asynchronous, local = ["--parallelism.data_parallel_mode=async"], options.local_steps
     return {
         "ddp": [],
         "local_sgd": [*diloco, f"{FT}semi_sync_method=local_sgd"],
@@ -57,7 +60,15 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
         "diloco, int8": [*diloco, f"{FT}should_quantize"],
         "streaming": streaming,
         "streaming, int8": [*streaming, f"{FT}should_quantize"],
-        "async": ["--parallelism.data_parallel_mode=async"],
+        "async": asynchronous,
+        "async, local": [
+            *asynchronous,
+            f"{FT}async_steps={local}",
+            f"--training.global_batch_size={options.batch * options.hosts * local}",
+            f"--training.steps={options.steps // local}",
+            f"--validation.freq={options.steps // local}",
+            f"--lr_scheduler.warmup_steps={max(1, 20 // local)}",
+        ],
     }
 
 
@@ -80,7 +91,9 @@ def words(options: argparse.Namespace, folder: Path) -> list[str]:
 def run(options: argparse.Namespace, variant: list[str], address: str, starts: list[Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
-        on_all(["-m", "shardline", "train", *words(options, folder), *variant], address, starts)
+        own = {word.partition("=")[0] for word in variant}
+        shared = [word for word in words(options, folder) if word.partition("=")[0] not in own]
+        on_all(["-m", "shardline", "train", *shared, *variant], address, starts)
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -130,18 +143,23 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sync-steps", type=int, default=100)
+    parser.add_argument("--local-steps", type=int, default=10, help='of "async, local", in each contribution')
     parser.add_argument("--batch", type=int, default=4, help="sequences of each worker")
     parser.add_argument("--validation-steps", type=int, default=20, help="batches of each host in the validation")
     parser.add_argument("words", nargs="*", help="settings for every run, after --")
     parser.add_argument("--paces", type=float, nargs="+", help="seconds of forward and backward on each host, at least")
     options = parser.parse_args()
+    known = variants(options)
     if options.steps < 4 or options.hosts < 2:
         sys.exit("--steps: at least 4, the first three are not counted; --hosts: at least 2")
+    if options.steps % options.local_steps or options.steps < 4 * options.local_steps:
+        known.pop("async, local")  # it would train on fewer tokens than the others, or have too few steps
+        if "async, local" in (options.variants or ()):
+            sys.exit('--steps: for "async, local" a multiple of --local-steps, and 4 times it at least')
     if options.paces and len(options.paces) != options.hosts:
         sys.exit(f"--paces: {len(options.paces)} given for --hosts {options.hosts}")
     if options.paces:
         os.environ["SEMI_SYNC_PACES"] = " ".join(map(str, options.paces))
-    known = variants(options)
     unknown = [name for name in options.variants or () if name not in known]
     if unknown:
         sys.exit(f"--variants: {unknown[0]!r} is not one of {', '.join(known)}")
@@ -154,7 +172,7 @@ def main() -> None:
 def measure(
     options: argparse.Namespace, known: dict[str, list[str]], address: str, starts: list[Any], link: str
 ) -> None:
-    keys = ("hosts", "steps", "batch", "sync_steps", "paces")
+    keys = ("hosts", "steps", "batch", "sync_steps", "local_steps", "paces")
     of_run = {"link": link, **{key: getattr(options, key) for key in keys}}
     print(json.dumps(of_run | machine()), flush=True)
     base: dict[str, Any] = {}

@@ -525,6 +525,9 @@ class FaultTolerance(Section):
     async_staleness: NonNegative = key(
         2, "Steps by which an asynchronous worker's contribution may be late; a worker farther ahead waits."
     )
+    async_steps: Positive = key(
+        1, "Local steps of a worker in one contribution, on equal parts of its samples; 1: it sends its gradients."
+    )
     async_lr_power: Fraction = key(
         0.5, "A contribution that is n steps late has its learning rate divided by (1 + n) to this power."
     )

@@ -133,10 +133,16 @@ def make_model(
     return model, done
 
 
+def batches_of_step(config: Config, mesh: Mesh) -> int:
+    """The batches with a loss of their own that the samples of a step are cut into: by worker, and by local step."""
+    apart = config.parallelism.data_parallel_mode == "async"
+    return mesh.workers * (config.fault_tolerance.async_steps if apart else 1)
+
+
 def router_run(config: Config, mesh: Mesh) -> RouterRun:
     """Return what the routers need to know about this run."""
     section = config.training
-    batch = global_batch(section, mesh.layout.data_ranks) * section.rows_of_a_sample // mesh.workers
+    batch = global_batch(section, mesh.layout.data_ranks) * section.rows_of_a_sample // batches_of_step(config, mesh)
     return RouterRun(config.debug.moe_force_load_balance, batch, section.seq_len)
 
 

@@ -4,8 +4,12 @@
     worker B   | ticket 1            | ticket 4 ...
     weights      version 0  1 (of 0, 1)         2 (of 2, 3)
 
-A rank's loop counts the steps that the server has made, so all ranks count the same steps, whoever contributed. After a
-step that is validated or saved, and after the last, ranks synchronise before any of them starts a later step.
+With `fault_tolerance.async_steps` a contribution is no gradient but the change of the weights after so many local steps
+with the worker's own optimizer, each on an equal part of the contribution's samples; the server steps with the changes
+as DiLoCo's outer optimizer does. So a step of the run has as many local steps of all workers.
+
+A rank's loop counts the steps that the server has made, so all ranks have the same steps, whoever contributed. After
+steps that are validated or saved, and after the last, nothing of a later step is begun before all ranks have met there.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardline.checkpoint.shards import HeldTensor, held_state
 from shardline.comm import collectives
@@ -27,7 +31,9 @@ from shardline.comm.mesh import Mesh
 from shardline.comm.store import SignedStore, connect_store, rank_key
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
+from shardline.data.batch import Batch
 from shardline.data.loader import Loader
+from shardline.data.order import global_batch
 from shardline.errors import UserError
 from shardline.models.dtensor import local
 from shardline.optim.clip import clip_, squared_norm
@@ -37,6 +43,7 @@ from shardline.parallel.data.asynchronous.exchange import A_DAY, Peers
 from shardline.parallel.data.asynchronous.server import Contribution, Made, ParameterServer, share_out, totals
 from shardline.parallel.data.asynchronous.tickets import POLL_SECONDS, Tickets, may_take
 from shardline.run.stop import Request, no_requests, request_of
+from shardline.words import counted
 
 if TYPE_CHECKING:
     from shardline.training.step import RequestNumbers, Stepper, StepResult
@@ -52,12 +59,15 @@ class AsyncSteps:
         _refuse(config, stepper)
         self.config, self.mesh, self.loader, self.stepper = config, mesh, loader, stepper
         self.section, self.workers = config.fault_tolerance, mesh.workers
+        self.local_steps = self.section.async_steps
         self.parameters = stepper.parameters
         self.tensors = [local(parameter.detach()) for parameter in self.parameters]
         self.shares = share_out([tensor.numel() for tensor in self.tensors], self.workers)
         self.places = [[self.tensors[index] for index in share] for share in self.shares]  # of what each rank serves
         self.biases = [local(bias.detach()) for bias in stepper.experts.biases.values()]  # of routers
         self.places[mesh.worker] += self.biases
+        own = self.shares[mesh.worker] if self.local_steps > 1 else []
+        self.momenta = [torch.zeros_like(self.parameters[index]) for index in own]  # of the outer steps made here
         self.inside = Inside(mesh.layout, mesh.worker)
         self.ends: Callable[[int], bool] = lambda step: False  # whether all ranks synchronise after this step
         self.tickets: Tickets | None = None  # only on the worker's first rank
@@ -70,7 +80,8 @@ class AsyncSteps:
         """Start to serve the current weights, which all workers share after `step` steps and `samples` samples."""
         self.first_step, self.first_sample = step, samples
         served = [self.parameters[index] for index in self.shares[self.mesh.worker]]
-        self.server = ParameterServer(self.stepper.optimizer, served, self.workers, self.section.async_lr_power, step)
+        steps = self.stepper.optimizer if self.local_steps == 1 else self._outer(served)
+        self.server = ParameterServer(steps, served, self.workers, self.section.async_lr_power, step)
         self.server.biases, self.server.balance = [bias.clone() for bias in self.biases], self._balance
         store: dist.Store = dist.HashStore() if self.mesh.world_size == 1 else connect_store()
         name = self.mesh.from_rank_0(lambda: f"async/{os.urandom(8).hex()}")  # a process may train twice
@@ -81,6 +92,19 @@ class AsyncSteps:
     def close(self) -> None:
         if hasattr(self, "peers"):
             self.peers.close()
+
+    def _outer(self, served: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """DiLoCo's, with the momenta that a checkpoint had."""
+        lr, momentum = self.section.outer_lr, self.section.outer_momentum
+        outer = torch.optim.SGD([{"params": served}], lr=lr, momentum=momentum, nesterov=momentum > 0)
+        for parameter, buffer in zip(served, self.momenta, strict=True):
+            outer.state[parameter]["momentum_buffer"] = buffer
+        return outer
+
+    def local_momenta(self) -> list[tuple[Tensor, Tensor]]:
+        """The weights that this rank serves, and the momenta of their outer steps."""
+        own = [self.tensors[index] for index in self.shares[self.mesh.worker]]
+        return list(zip(own, map(local, self.momenta), strict=True))
 
     def held(self) -> list[HeldTensor]:
         """The optimizer state of the tensors that this rank serves, under its names in a checkpoint."""
@@ -103,10 +127,13 @@ class AsyncSteps:
 
         def give(step: int, share: float) -> float:
             lr, momentum = rate(step)
+            if self.local_steps > 1:
+                set_lr(self.server.optimizer, self.section.outer_lr * share)
+                return lr  # of the local steps, which a late contribution made with all of it
             set_lr(self.stepper.optimizer, lr * share, momentum)
             return lr * share
 
-        self.server.set_rate, self.ends = give, ends
+        self.server.set_rate, self.ends, self.rate = give, ends, rate
         shapes = [[self.tensors[index].shape for index in share] for share in self.shares]
         sums = len(self.stepper.passes.names) + self.stepper.experts.size
         self.peers = Peers(self.place, self.server, self.mesh.worker, shapes, sums)
@@ -202,23 +229,45 @@ class AsyncSteps:
         version = self._pull(step - self.section.async_staleness)
         first = self.first_sample + (step - self.first_step) * self.loader.global_batch_size
         place = slot * self.mesh.layout.dp_shard + self.mesh.coordinates["dp_shard"]
-        loss = stepper.forward_backward(self.loader.read(first, place))
+        batches = self.loader.read(first, place)
+        before = [tensor.clone() for tensor in self.tensors] if self.local_steps > 1 else []
+        size, targets, norms = len(batches) // self.local_steps, 0.0, []
+        found: list[float] = []
+        for part in range(self.local_steps):
+            norm, sums = self._gradients(batches[part * size : (part + 1) * size])
+            found = [a + b for a, b in zip(found, sums, strict=True)] if found else sums
+            norms.append(norm)
+            if not (math.isfinite(norm) and all(map(math.isfinite, sums))):
+                found, targets = self._nonfinite(ticket, found, norm), 0.0
+                break
+            targets += float(self._targets)
+            clip_(self.parameters, norm, self.config.training.max_norm)
+            if self.local_steps > 1:
+                set_lr(stepper.optimizer, *self.rate(step))
+                stepper.optimizer.step()
+                stepper.optimizer.zero_grad(set_to_none=True)
+        if self._counts(ticket):
+            norm = sum(norms) / len(norms) if targets else 0.0
+            report = Contribution(ticket, self.mesh.worker, version, targets, norm, tuple(found))
+            self.peers.push(report, [[self._change(i, targets, before) for i in share] for share in self.shares])
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _gradients(self, batches: list[Batch]) -> tuple[float, list[float]]:
+        """Forward and backward of some batches; their norm, and the sums that a contribution reports."""
+        stepper = self.stepper
+        loss = stepper.forward_backward(batches)
         ranks = self.inside.size // self.mesh.layout.pp
         squares = squared_norm(self.parameters, ranks, stepper.passes.on_two_stages)
         sums = loss * stepper.passes.share * self._targets.clamp(min=1)
         tallies = stepper.experts.tallies().tolist()
         square, *found = self.inside.sum([float(squares), *sums.tolist(), *tallies])
-        norm, targets = math.sqrt(square) if square >= 0 else math.nan, float(self._targets)
-        if not (math.isfinite(norm) and all(map(math.isfinite, found))):
-            found, targets = self._nonfinite(ticket, found, norm), 0.0
-        clip_(self.parameters, norm, self.config.training.max_norm)
-        if self._counts(ticket):
-            report = Contribution(ticket, self.mesh.worker, version, targets, norm if targets else 0.0, tuple(found))
-            self.peers.push(report, [[self._gradient(i, targets) for i in share] for share in self.shares])
-        for parameter in self.parameters:
-            parameter.grad = None
+        return math.sqrt(square) if square >= 0 else math.nan, found
 
-    def _gradient(self, index: int, targets: float) -> Tensor:
+    def _change(self, index: int, targets: float, before: Sequence[Tensor]) -> Tensor:
+        """What is pushed of a tensor: its gradient, or what local steps took from it."""
+        if before and targets:
+            return before[index] - self.tensors[index]
         gradient = self.parameters[index].grad
         return torch.zeros_like(self.tensors[index]) if gradient is None or not targets else local(gradient)
 
@@ -284,6 +333,13 @@ class Inside:
 def _refuse(config: Config, stepper: Stepper) -> None:
     """Refuse what only the built model or its optimizer reveals."""
     mode = 'parallelism.data_parallel_mode = "async"'
+    ranks, steps = stepper.mesh.layout.data_ranks, config.fault_tolerance.async_steps
+    batches = global_batch(config.training, ranks) // (config.training.local_batch_size * ranks)
+    if batches % steps:
+        raise UserError(
+            f"fault_tolerance.async_steps = {steps}: a contribution has {counted(batches, 'micro-batch')}, which"
+            " is no multiple of it; change training.global_batch_size or training.local_batch_size"
+        )
     if stepper.frozen_rows.places:
         raise UserError(f"{mode}: weights that are trained in part are not built yet; use sync or diloco")
     if isinstance(stepper.optimizer, GPUAdam):

@@ -106,8 +106,10 @@ def _workers(config: Config, workers: int) -> str:
     section = config.fault_tolerance
     if config.parallelism.data_parallel_mode == "async":
         most = counted(section.async_staleness, "step")
+        outer = f"outer rate {section.outer_lr:g}, momentum {section.outer_momentum:g}"
+        of = f" of {section.async_steps} local steps ({outer})" if section.async_steps > 1 else ""
         what = "waited for" if section.async_late == "wait" else f"dropped after {section.async_late_seconds:g} s"
-        return f"{workers}, asynchronous; contributions at most {most} late, late workers {what}"
+        return f"{workers}, asynchronous; contributions{of} at most {most} late, late workers {what}"
     plain = section.semi_sync_method == "local_sgd"
     outer = "local SGD" if plain else f"DiLoCo, outer rate {section.outer_lr:g}, momentum {section.outer_momentum:g}"
     parts = f" in {section.num_fragments} fragments" if section.num_fragments > 1 else ""

@@ -23,7 +23,7 @@ from shardline.checkpoint.lora.base import base_of
 from shardline.checkpoint.mirror import Mirror, check_free, open_mirror
 from shardline.checkpoint.reader import ShardFiles
 from shardline.checkpoint.replicas.compression_state import CompressionState
-from shardline.checkpoint.replicas.worker_state import WorkerState
+from shardline.checkpoint.replicas.worker_state import LocalState, WorkerState
 from shardline.checkpoint.resume import DataIdentity, Start, resumable_step
 from shardline.checkpoint.resume_batch import batch_to_keep, keep_batch
 from shardline.checkpoint.saver import Saver
@@ -349,6 +349,9 @@ class Setup:
         passes, workers = self.stepper.passes, self.stepper.workers
         self.compression = CompressionState(passes.replicas, self.model, mesh, self.stepper.summed_over_tp)
         self.worker_state = WorkerState(None if workers is None else workers.outer, self.model, self.optimizer, mesh)
+        served = self.stepper.asynchronous
+        if served is not None and served.local_steps > 1:
+            self.worker_state = LocalState(served.local_momenta(), self.model, self.optimizer, mesh)
         self.saver = Saver(
             config,
             self.folder.checkpoint_folder,
@@ -380,7 +383,7 @@ class Setup:
     def _held_state(self) -> list[HeldTensor]:
         """The optimizer state on this rank."""
         served = self.stepper.asynchronous
-        return self.worker_state.held() if served is None else served.held()
+        return self.worker_state.held() if served is None or served.local_steps > 1 else served.held()
 
     def _build_reference(self) -> Reference | None:
         """Build the reference for preference pairs; a copy of the model is frozen, and stored in its compute type."""

@@ -24,7 +24,7 @@ from shardline.optim.early_step import EarlyStep, step_early
 from shardline.optim.frozen_rows import FrozenRows
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lr_schedule import set_lr
-from shardline.parallel.apply import Applied
+from shardline.parallel.apply import Applied, batches_of_step
 from shardline.parallel.data.float8_gather import Float8Gather
 from shardline.parallel.expert.balance import ExpertLoad
 from shardline.parallel.replicas.groups import ReplicaGroups
@@ -93,7 +93,7 @@ class Stepper:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = LossScale(dynamic=model.compute_dtype == torch.float16)
         self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
-        self.experts = ExpertLoad(model, device, mesh.workers)
+        self.experts = ExpertLoad(model, device, batches_of_step(config, mesh))
         section = config.quantize.linear.float8
         gathered = applied.float8_modules if section.enable_fsdp_float8_all_gather else ()
         self.float8_gather = Float8Gather(model, gathered, section.precompute_float8_dynamic_scale_for_fsdp)

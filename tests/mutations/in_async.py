@@ -98,4 +98,25 @@ ASYNCHRONOUS = [
         "kept = [torch.zeros_like(bias) for bias in self.biases] if biases else []",
         f"{RUNS}one_worker_is_synchronous_training",
     ),
+    Change(
+        "asynchronous: a change of weights has the wrong sign",
+        "training/async_steps.py",
+        "return before[index] - self.tensors[index]",
+        "return self.tensors[index] - before[index]",
+        f"{RUNS}without_staleness_local_steps_are_diloco",
+    ),
+    Change(
+        "asynchronous: the momentum of outer steps is not saved",
+        "checkpoint/replicas/worker_state.py",
+        "return [*state, *self._momenta()]",
+        "return state",
+        f"{RUNS}local_steps_are_resumed",
+    ),
+    Change(
+        "asynchronous: every worker continues with the optimizer of the first",
+        "checkpoint/replicas/worker_state.py",
+        "        _fill(self._momenta(), shards)\n        source = self.mesh.worker % saved if saved else 0",
+        "        _fill(self._momenta(), shards)\n        source = 0",
+        f"{RUNS}local_steps_are_resumed",
+    ),
 ]

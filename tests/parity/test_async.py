@@ -16,7 +16,7 @@ from tests.parity import cases
 from tests.parity.cases import case, layers, model
 from tests.parity.harness import GLOBAL_BATCH, STEPS, _chosen_device, _own_logging
 from tests.parity.test_checkpoint import SAVED, assert_same, losses, tensors
-from tests.parity.test_diloco import Runs
+from tests.parity.test_diloco import Runs, simulate
 
 ASYNC = {"parallelism.data_parallel_mode": "async"}
 SYNCHRONOUS = ASYNC | {"fault_tolerance.async_staleness": 0}
@@ -74,6 +74,58 @@ def test_without_staleness_workers_are_synchronous(harness, tmp_path, changes, d
     for name, value in wanted.items():
         distance = (found[name] - value).norm() / value.norm().clamp(min=1e-12)
         assert distance < 1e-3, (name, float(distance))
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+CONSTANT = {"lr_scheduler.warmup_steps": 0, "lr_scheduler.decay_ratio": 0.0, "training.local_batch_size": 4}
+LOCAL = CONSTANT | {"training.global_batch_size": 2 * GLOBAL_BATCH, "fault_tolerance.async_steps": 2}
+
+
+def in_turn(settings):
+    """Train; each worker takes the slot of its number in every step: its optimizer sees the same samples each time."""
+    from shardline.training.trainer import Trainer
+
+    may_take = AsyncSteps._may_take
+
+    def own(self, tickets, number):
+        return tickets.next % self.workers == self.mesh.worker and may_take(self, tickets, number)
+
+    with _chosen_device(), _own_logging(), patch.object(AsyncSteps, "_may_take", own):
+        Trainer(load_config(overrides=settings)).train()
+
+
+def train_in_turn(runs, name, more=None):
+    runs.harness.pool.run(runs.case.ranks, in_turn, runs.settings(name, more or {}))
+    return runs.folder / name / "checkpoint"
+
+
+@pytest.mark.parametrize("degrees", [{"ddp": 2}, slow({"ddp": 2, "fsdp": 2}), slow({"ddp": 2, "tp": 2})], ids=str)
+def test_without_staleness_local_steps_are_diloco(harness, tmp_path, degrees):
+    """Against the plain simulation: two local steps on the samples of one step of the run, then an outer step."""
+    batch = {"training.local_batch_size": 4 // degrees.get("fsdp", 1)}
+    meeting = {"parallelism.data_parallel_mode": "diloco", "fault_tolerance.sync_steps": 2, "training.steps": 8}
+    wanted = simulate(harness, CONSTANT | meeting | {"training.seq_len": SAVED["training.seq_len"]})
+    folder = train_in_turn(Runs(harness, tmp_path, SYNCHRONOUS | LOCAL | batch, degrees), "workers")
+    both = zip(wanted.losses[::2], wanted.losses[1::2], strict=True)
+    assert losses(folder) == pytest.approx([(a + b) / 2 for a, b in both], rel=1e-4)
+    found = tensors(folder, 4)
+    for name, value in wanted.parameters.items():
+        distance = (found[f"model/{name}"] - value).norm() / value.norm()
+        assert distance < 1e-3, (name, float(distance))
+
+
+@pytest.mark.parametrize("changes", [{}, slow(cases.EXPERTS)], ids=["dense", "experts"])
+def test_local_steps_are_resumed(harness, tmp_path, changes):
+    """Bit by bit: each worker has its own optimizer, and who serves a tensor has its momentum."""
+    runs = Runs(harness, tmp_path, SYNCHRONOUS | LOCAL | changes, {"ddp": 2})
+    whole = train_in_turn(runs, "whole")
+    train_in_turn(runs, "resumed", {"training.steps": 2, "lr_scheduler.total_steps": 4})
+    resumed = train_in_turn(runs, "resumed")
+    assert losses(resumed) == losses(whole)
+    kept = tensors(whole, 4)
+    assert {name.split("/")[0] for name in kept} >= {"model", "optimizer", "workers", "outer"}
+    assert_same(kept, tensors(resumed, 4), "resumed")
 
 
 # ---- workers of different speed --------------------------------------------------------------------------------------

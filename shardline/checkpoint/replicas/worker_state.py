@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from shardline.checkpoint.load import load_state
 from shardline.checkpoint.reader import ShardFiles
@@ -95,8 +96,8 @@ class WorkerState:
             self.outer.begin()
 
     def load(self, shards: ShardFiles) -> None:
-        """Load what the checkpoint has; model and optimizer already have its global weights and worker 0's state."""
-        saved = len({name.split("/", 2)[1] for name in shards if name.startswith(WORKERS)})
+        """Load what the checkpoint has; the model has its global weights, the optimizer the state of worker 0."""
+        saved = _workers_in(shards)
         workers = self.mesh.workers
         if saved and saved != (0 if self.outer is None else workers):
             log.warning(
@@ -130,6 +131,48 @@ class WorkerState:
                 fragment.sent = Arrived(averages)
             elif there:
                 log.warning("an average that was sent but not yet applied is dropped: fragments have other layers now")
+
+
+class LocalState(WorkerState):
+    """Of asynchronous workers that make local steps: where they save, all have the same weights.
+
+    Each has an optimizer of its own; the momentum of the outer steps lies where a tensor is served.
+    """
+
+    def __init__(
+        self,
+        momenta: Sequence[tuple[Tensor, Tensor]],
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+    ) -> None:
+        """`momenta`: of the weights that this rank serves, beside these."""
+        super().__init__(None, model, optimizer, mesh)
+        self.momenta = {own.data_ptr(): momentum for own, momentum in momenta}
+
+    def held(self) -> list[HeldTensor]:
+        state = super().held()
+        state = state if self.mesh.worker == 0 else [_named(one, f"{WORKERS}{self.mesh.worker}/") for one in state]
+        return [*state, *self._momenta()]
+
+    def load(self, shards: ShardFiles) -> None:
+        saved = _workers_in(shards)
+        if saved and saved != self.mesh.workers:
+            words = "the checkpoint has the states of %s, and there are %d now: some begin with that of another"
+            log.warning(words, counted(saved, "worker"), self.mesh.workers)
+        _fill(self._momenta(), shards)
+        source = self.mesh.worker % saved if saved else 0
+        if source:
+            load_state(shards.below(f"{WORKERS}{source}/"), self.model, self.optimizer)
+
+    def _momenta(self) -> list[HeldTensor]:
+        held = [one for one in held_weights(self.model) if one.tensor.data_ptr() in self.momenta]
+        return [_named(replace(one, tensor=self.momenta[one.tensor.data_ptr()]), MOMENTUM) for one in held]
+
+
+def _workers_in(shards: ShardFiles) -> int:
+    """How many workers a checkpoint has a state of: worker 0's may be that of the checkpoint itself."""
+    return max((1 + int(name.split("/", 2)[1]) for name in shards if name.startswith(WORKERS)), default=0)
 
 
 def _named(one: HeldTensor, prefix: str) -> HeldTensor:

@@ -22,8 +22,9 @@ from shardline.config.schema import Config
 MODE = "parallelism.data_parallel_mode"
 OUTER_KEYS = (
     *below("fault_tolerance", "semi_sync_method sync_steps num_fragments fragment_sync_delay fragment_update_alpha"),
-    *below("fault_tolerance", "should_quantize quantized_dtype outer_lr outer_momentum"),
+    *below("fault_tolerance", "should_quantize quantized_dtype"),
 )
+OUTER_STEP_KEYS = below("fault_tolerance", "outer_lr outer_momentum")
 SERVED_OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion")  # whose update of an element needs no other element
 
 
@@ -38,6 +39,10 @@ def _averages_now_and_then(config: Config) -> bool:
 
 def _waits_for_nobody(config: Config) -> bool:
     return config.parallelism.data_parallel_mode == "async"
+
+
+def _makes_local_steps(config: Config) -> bool:
+    return _waits_for_nobody(config) and config.fault_tolerance.async_steps > 1
 
 
 def _has_groups(config: Config) -> bool:
@@ -145,10 +150,16 @@ IDLE: list[Rule] = [
         lambda c: not _averages_now_and_then(c) and not _has_groups(c),
         *OUTER_KEYS,
     ),
+    idle(
+        "nothing makes outer steps: neither fault_tolerance.enable is true nor parallelism.data_parallel_mode 'diloco',"
+        " nor 'async' with fault_tolerance.async_steps above 1",
+        lambda c: not (_averages_now_and_then(c) or _has_groups(c) or _makes_local_steps(c)),
+        *OUTER_STEP_KEYS,
+    ),
     idle_unless(
         MODE,
         ["async"],
-        *below("fault_tolerance", "async_staleness async_lr_power async_late async_late_seconds"),
+        *below("fault_tolerance", "async_staleness async_steps async_lr_power async_late async_late_seconds"),
     ),
     idle_if("fault_tolerance.async_late", ["wait"], "fault_tolerance.async_late_seconds"),
     idle_unless("fault_tolerance.should_quantize", [True], "fault_tolerance.quantized_dtype"),

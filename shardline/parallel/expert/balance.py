@@ -20,10 +20,10 @@ from shardline.models.dtensor import local
 class ExpertLoad:
     """The tallies of the last step, for all layers with experts, on this or another pipeline rank."""
 
-    def __init__(self, model: Decoder, device: torch.device, workers: int = 1) -> None:
-        """With several `workers`, each worker's router losses are means over its own batch."""
+    def __init__(self, model: Decoder, device: torch.device, batches: int = 1) -> None:
+        """Losses of routers are means over one of the `batches` of a step, where workers have their own."""
         moe = model.arch.moe
-        self.device, self.workers = device, workers
+        self.device, self.batches = device, batches
         self.layers = [] if moe is None else [layer for layer in range(model.arch.n_layers) if moe.holds(layer)]
         self.n_experts, self.losses = (0, {}) if moe is None else (moe.n_experts, moe.losses)
         here = {layer: model.block(layer) for layer in self.layers if str(layer) in model.layers}
@@ -50,7 +50,7 @@ class ExpertLoad:
         if not self.layers:
             return total
         self.loads, losses = self._split(total)
-        return torch.cat([self.loads.amax(1) / self.loads.mean(1), losses.mean(0) / self.workers])
+        return torch.cat([self.loads.amax(1) / self.loads.mean(1), losses.mean(0) / self.batches])
 
     def _split(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return loads and losses, one row for each layer."""

@@ -9,7 +9,7 @@ import pytest
 
 from shardline.config.architecture import Architecture
 from shardline.config.load import load_config
-from shardline.config.rules.workers import OUTER_KEYS
+from shardline.config.rules.workers import OUTER_KEYS, OUTER_STEP_KEYS
 from shardline.config.schema import Config, leaves
 from shardline.config.types import short_type
 from shardline.errors import ConfigError
@@ -24,6 +24,7 @@ OTHER_DEFAULTS = {
 }
 OWN_KEYS = {
     "fault_tolerance.async_staleness",
+    "fault_tolerance.async_steps",
     "fault_tolerance.async_lr_power",
     "fault_tolerance.async_late",
     "fault_tolerance.async_late_seconds",
@@ -111,7 +112,7 @@ OWN_KEYS = {
     "lora.double_quantization",
     "lora.adapter_path",
     "lora.lr_ratio",
-    *(key for key in OUTER_KEYS if key != "fault_tolerance.semi_sync_method"),
+    *(key for key in (*OUTER_KEYS, *OUTER_STEP_KEYS) if key != "fault_tolerance.semi_sync_method"),
     "parallelism.data_parallel_mode",
     "model.overrides",
     "optimizer.decay_norms",

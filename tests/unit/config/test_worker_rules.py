@@ -62,6 +62,8 @@ def test_what_asynchronous_workers_do_not_do_is_refused(key, value):
         ({"parallelism.gradient_bucket_mib": 3.0}, "gradient_bucket_mib has no effect: only plain replicas"),
         ({FT + "async_staleness": 1}, "async_staleness has no effect: parallelism.data_parallel_mode is not 'async'"),
         (ASYNC | {FT + "async_late_seconds": 1.0}, "async_late_seconds has no effect: fault_tolerance.async_late is"),
+        (ASYNC | {FT + "outer_lr": 0.5}, "outer_lr has no effect: nothing makes outer steps: neither"),
+        ({FT + "async_steps": 2}, "async_steps has no effect: parallelism.data_parallel_mode is not 'async'"),
         ({FT + "group_size": 3}, "group_size has no effect: fault_tolerance.enable is false"),
     ],
 )
@@ -73,6 +75,15 @@ def test_keys_that_have_an_effect_are_not_idle():
     keys = {FT + "sync_steps": 8, FT + "num_fragments": 2, FT + "outer_momentum": 0.5, FT + "fragment_sync_delay": 2}
     keys |= {FT + "should_quantize": True, FT + "quantized_dtype": "float8", FT + "fragment_update_alpha": 0.5}
     assert not [line for line in notes(load_config(overrides=TWO | keys)) if "fault_tolerance" in line]
+
+
+def test_local_steps_of_asynchronous_workers_have_an_outer_step():
+    config = load_config(overrides=ASYNC | {FT + "async_steps": 2, FT + "outer_lr": 0.5, FT + "outer_momentum": 0.5})
+    assert not [line for line in notes(config) if "fault_tolerance" in line]
+    assert _workers(config, 2) == (
+        "2, asynchronous; contributions of 2 local steps (outer rate 0.5, momentum 0.5) at most 2 steps late,"
+        " late workers waited for"
+    )
 
 
 def test_the_table_of_the_start_says_how_workers_meet():
