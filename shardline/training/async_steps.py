@@ -4,12 +4,12 @@
     worker B   | ticket 1            | ticket 4 ...
     weights      version 0  1 (of 0, 1)         2 (of 2, 3)
 
-With `fault_tolerance.async_steps` a contribution is no gradient but the change of the weights after so many local steps
-with the worker's own optimizer, each on an equal part of the contribution's samples; the server steps with the changes
-as DiLoCo's outer optimizer does. So a step of the run has as many local steps of all workers.
+With `fault_tolerance.async_steps` a contribution is not a gradient but the change of the weights after so many local
+steps with the worker's own optimizer, each on an equal part of the contribution's samples. The server applies the
+changes as DiLoCo's outer optimizer does. So a step of the run contains that many local steps of every worker.
 
-A rank's loop counts the steps that the server has made, so all ranks have the same steps, whoever contributed. After
-steps that are validated or saved, and after the last, nothing of a later step is begun before all ranks have met there.
+A rank's loop counts the steps that the server has made, so all ranks count the same steps, whoever contributed. After a
+step that is validated or saved, and after the last, ranks synchronise before any of them starts a later step.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class WorkerState:
             self.outer.begin()
 
     def load(self, shards: ShardFiles) -> None:
-        """Load what the checkpoint has; the model has its global weights, the optimizer the state of worker 0."""
+        """Load what the checkpoint has; model and optimizer already have its global weights and worker 0's state."""
         saved = _workers_in(shards)
         workers = self.mesh.workers
         if saved and saved != (0 if self.outer is None else workers):
@@ -134,9 +134,9 @@ class WorkerState:
 
 
 class LocalState(WorkerState):
-    """Of asynchronous workers that make local steps: where they save, all have the same weights.
+    """The state of asynchronous workers that take local steps. When they save, all have the same weights.
 
-    Each has an optimizer of its own; the momentum of the outer steps lies where a tensor is served.
+    Each has its own optimizer; the rank that serves a tensor also has its momentum of the outer steps.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LocalState(WorkerState):
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
     ) -> None:
-        """`momenta`: of the weights that this rank serves, beside these."""
+        """`momenta`: pairs of a weight that this rank serves and its momentum."""
         super().__init__(None, model, optimizer, mesh)
         self.momenta = {own.data_ptr(): momentum for own, momentum in momenta}
 
@@ -158,7 +158,7 @@ class LocalState(WorkerState):
     def load(self, shards: ShardFiles) -> None:
         saved = _workers_in(shards)
         if saved and saved != self.mesh.workers:
-            words = "the checkpoint has the states of %s, and there are %d now: some begin with that of another"
+            words = "the checkpoint has the states of %s, but there are %d now: some start with the state of another"
             log.warning(words, counted(saved, "worker"), self.mesh.workers)
         _fill(self._momenta(), shards)
         source = self.mesh.worker % saved if saved else 0
@@ -171,7 +171,7 @@ class LocalState(WorkerState):
 
 
 def _workers_in(shards: ShardFiles) -> int:
-    """How many workers a checkpoint has a state of: worker 0's may be that of the checkpoint itself."""
+    """Count the workers with a state in a checkpoint; worker 0's may be that of the checkpoint itself."""
     return max((1 + int(name.split("/", 2)[1]) for name in shards if name.startswith(WORKERS)), default=0)
 
 

@@ -21,7 +21,7 @@ class ExpertLoad:
     """The tallies of the last step, for all layers with experts, on this or another pipeline rank."""
 
     def __init__(self, model: Decoder, device: torch.device, batches: int = 1) -> None:
-        """Losses of routers are means over one of the `batches` of a step, where workers have their own."""
+        """With several `batches` in a step, each of a worker, router losses are means over one of these."""
         moe = model.arch.moe
         self.device, self.batches = device, batches
         self.layers = [] if moe is None else [layer for layer in range(model.arch.n_layers) if moe.holds(layer)]
