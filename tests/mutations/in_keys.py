@@ -329,7 +329,7 @@ THE_STEP = [
         "adapters/merge.py",
         "if not self.how.use_dora:",
         "if True:",
-        f"{PEFT}an_adapter_of_peft_gives_its_logits_and_goes_back_to_it",
+        f"{PEFT}an_adapter_of_peft_gives_its_logits_and_goes_back_to_it[llama-dora]",
     ),
     Change(
         "small weights are chosen alike by all recipes",
