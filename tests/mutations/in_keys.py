@@ -408,6 +408,13 @@ THE_STEP = [
         "",
         f"{TRAINING}validation_rows",
     ),
+    Change(
+        "longrope's attention_factor is ignored",
+        "models/rope.py",
+        "    factor = scaling.attention_factor\n    if factor is None:",
+        "    factor = None\n    if factor is None:",
+        "tests/unit/models/test_model_parity.py::test_longrope_scales_by_its_attention_factor",
+    ),
 ]
 
 SHOWN = [
@@ -663,6 +670,13 @@ SHOWN = [
         "inside = path / Comm().save_traces_folder",
         "tests/unit/tools/test_trace_hang.py::test_the_files_of_a_run_are_where_its_config_says",
     ),
+    Change(
+        "the bubble of the closing table has the first row",
+        "telemetry/summary.py",
+        "measured = statistics.median(bubbles[1:] or bubbles)",
+        "measured = statistics.median(bubbles)",
+        f"{CONSOLE}the_bubble_of_a_run_leaves_out_its_first_row",
+    ),
 ]
 
 SAVES_AND_CLUSTERS = [
@@ -749,6 +763,20 @@ SAVES_AND_CLUSTERS = [
         '["srun", "--kill-on-bad-exit=0",',
         '["srun",',
         f"{FILES}cores_of_a_part_of_a_machine",
+    ),
+    Change(
+        "a checkpoint that is being copied is removed",
+        "checkpoint/commit.py",
+        "copying = set() if self.mirror is None else self.mirror.protected()",
+        "copying = set()",
+        f"{MANIFEST}mirror.py::test_what_is_being_copied_is_not_pruned",
+    ),
+    Change(
+        "seconds between checkpoints are steps, too",
+        "checkpoint/saver.py",
+        'regular = section.interval_type == "steps" and step %',
+        "regular = step %",
+        "tests/unit/run/test_stopping.py::test_seconds_between_checkpoints_are_no_steps",
     ),
 ]
 
