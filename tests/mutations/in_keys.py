@@ -677,6 +677,13 @@ SHOWN = [
         "measured = statistics.median(bubbles)",
         f"{CONSOLE}the_bubble_of_a_run_leaves_out_its_first_row",
     ),
+    Change(
+        "engaged.json counts one graph at most",
+        "telemetry/engaged.py",
+        '"compiled_graphs": len(graphs or [])',
+        '"compiled_graphs": int(bool(graphs))',
+        "tests/unit/telemetry/test_engaged.py::test_every_graph_counts_with_what_is_in_it",
+    ),
 ]
 
 SAVES_AND_CLUSTERS = [
