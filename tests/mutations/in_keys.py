@@ -202,6 +202,13 @@ SEEDS_AND_DATA = [
         "text_field=config.training.dataset_text_field",
         "tests/unit/data/test_data_prepare.py::test_each_section_reads_the_split_and_the_field_that_it_names",
     ),
+    Change(
+        "padding is a part of the last record",
+        "data/record_samples.py",
+        "documents[at:] = documents[at - 1] + 1",
+        "documents[at:] = documents[at - 1]",
+        f"{RECORDS}a_row_holds_records_one_after_the_other",
+    ),
 ]
 
 THE_STEP = [
