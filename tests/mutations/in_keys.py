@@ -202,6 +202,13 @@ SEEDS_AND_DATA = [
         "text_field=config.training.dataset_text_field",
         "tests/unit/data/test_data_prepare.py::test_each_section_reads_the_split_and_the_field_that_it_names",
     ),
+    Change(
+        "padding is a part of the last record",
+        "data/record_samples.py",
+        "documents[at:] = documents[at - 1] + 1",
+        "documents[at:] = documents[at - 1]",
+        f"{RECORDS}a_row_holds_records_one_after_the_other",
+    ),
 ]
 
 THE_STEP = [
@@ -329,7 +336,7 @@ THE_STEP = [
         "adapters/merge.py",
         "if not self.how.use_dora:",
         "if True:",
-        f"{PEFT}an_adapter_of_peft_gives_its_logits_and_goes_back_to_it",
+        f"{PEFT}an_adapter_of_peft_gives_its_logits_and_goes_back_to_it[llama-dora]",
     ),
     Change(
         "small weights are chosen alike by all recipes",
@@ -407,6 +414,13 @@ THE_STEP = [
         "        model.eval()\n",
         "",
         f"{TRAINING}validation_rows",
+    ),
+    Change(
+        "longrope's attention_factor is ignored",
+        "models/rope.py",
+        "    factor = scaling.attention_factor\n    if factor is None:",
+        "    factor = None\n    if factor is None:",
+        "tests/unit/models/test_model_parity.py::test_longrope_scales_by_its_attention_factor",
     ),
 ]
 
@@ -663,6 +677,20 @@ SHOWN = [
         "inside = path / Comm().save_traces_folder",
         "tests/unit/tools/test_trace_hang.py::test_the_files_of_a_run_are_where_its_config_says",
     ),
+    Change(
+        "the bubble of the closing table has the first row",
+        "telemetry/summary.py",
+        "measured = statistics.median(bubbles[1:] or bubbles)",
+        "measured = statistics.median(bubbles)",
+        f"{CONSOLE}the_bubble_of_a_run_leaves_out_its_first_row",
+    ),
+    Change(
+        "engaged.json counts one graph at most",
+        "telemetry/engaged.py",
+        '"compiled_graphs": len(graphs or [])',
+        '"compiled_graphs": int(bool(graphs))',
+        "tests/unit/telemetry/test_engaged.py::test_every_graph_counts_with_what_is_in_it",
+    ),
 ]
 
 SAVES_AND_CLUSTERS = [
@@ -749,6 +777,20 @@ SAVES_AND_CLUSTERS = [
         '["srun", "--kill-on-bad-exit=0",',
         '["srun",',
         f"{FILES}cores_of_a_part_of_a_machine",
+    ),
+    Change(
+        "a checkpoint that is being copied is removed",
+        "checkpoint/commit.py",
+        "copying = set() if self.mirror is None else self.mirror.protected()",
+        "copying = set()",
+        f"{MANIFEST}mirror.py::test_what_is_being_copied_is_not_pruned",
+    ),
+    Change(
+        "seconds between checkpoints are steps, too",
+        "checkpoint/saver.py",
+        'regular = section.interval_type == "steps" and step %',
+        "regular = step %",
+        "tests/unit/run/test_stopping.py::test_seconds_between_checkpoints_are_no_steps",
     ),
 ]
 

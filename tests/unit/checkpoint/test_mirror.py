@@ -5,11 +5,14 @@ import logging
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 
+from shardline.checkpoint import format as files
+from shardline.checkpoint.commit import CheckpointWriter
 from shardline.checkpoint.fetch import fetch_to_resume, local_path
 from shardline.checkpoint.format import find, find_checkpoint, look_at, manifest_checksum, step_names
 from shardline.checkpoint.mirror import Mirror, check_free
@@ -364,3 +367,12 @@ def test_commands_take_urls(url: str, trained: Path, folder: Path, tmp_path: Pat
     from_url = capsys.readouterr().out
     assert main(["generate", str(folder), "--prompt", "the", "--max-new-tokens=3"]) == 0
     assert from_url.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]
+
+
+def test_what_is_being_copied_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer: Any = object.__new__(CheckpointWriter)
+    kept: list[Any] = []
+    writer.section, writer.mirror = SimpleNamespace(keep_latest_k=3), SimpleNamespace(protected=lambda: {2})
+    monkeypatch.setattr(files, "prune", lambda folder, keep, protected: kept.append((keep, protected)) or ["step-1"])
+    assert writer._prune(8, tmp_path, SimpleNamespace(at="")) == 1
+    assert kept == [(3, {2, 8})]

@@ -99,6 +99,8 @@ def test_a_row_holds_records_one_after_the_other(make):
         assert (targets != IGNORE).sum() == len(answer)
         assert (targets[: len(question)] == IGNORE).all()
     assert (labels[documents == records] == IGNORE).all()  # the padding
+    (alone, *_) = list(loader_of(make(data__packing="none")).epoch())
+    assert [set(row.tolist()) for row in alone.documents] == [{0, 1}] * 4, "padding is no part of a record"
 
 
 def test_tokens_count_without_padding(make):

@@ -101,11 +101,11 @@ def test_same_gradients_as_none(plain, mode):
 
 def test_options_of_a_recomputation_reach_torch(monkeypatch):
     """Of a compiled block the compiler decides them itself, but for the random state."""
-    given, checkpoint = [], activation.checkpoint
+    given = []
 
-    def noted(function, *arguments, **options):
+    def noted(function, *arguments, **options):  # nothing is recomputed: torch's debugging takes seconds
         given.append({name: value for name, value in options.items() if name in wanted})
-        return checkpoint(function, *arguments, **options)
+        return function(*arguments)
 
     wanted = {"preserve_rng_state": False, "determinism_check": "none", "early_stop": True, "debug": True}
     monkeypatch.setattr(activation, "checkpoint", noted)

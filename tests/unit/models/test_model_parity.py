@@ -1,6 +1,7 @@
 """Logits and gradients against transformers in float32, on tiny random checkpoints of every family."""
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardline.config.architecture import Architecture
 from shardline.models.decoder import Decoder
 from shardline.models.generate import generate
 from shardline.models.huggingface.files import read_hf, write_hf
+from shardline.models.rope import inverse_frequencies
 from shardline.models.state import load_logical_state
 from shardline.storage.safetensors import Entry
 from tests import proven
@@ -175,3 +178,14 @@ def test_greedy_generation_equals_transformers(case: str, tmp_path: Path) -> Non
         torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     assert list(generate(ours(tmp_path), prompt, 20)) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("given", "factor"), [(1.25, 1.25), (None, (1 + math.log(4) / math.log(16)) ** 0.5)])
+def test_longrope_scales_by_its_attention_factor(given, factor):
+    scaling = {"type": "longrope", "factor": 4.0, "attention_factor": given, "original_max_position_embeddings": 16}
+    scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 16, "vocab_size": 16}
+    arch = Architecture(**sizes, rope_theta=10000.0, norm_eps=1e-5, rope_scaling=scaling)
+    (short, of_short), (long, of_long) = (inverse_frequencies(arch, length) for length in (16, 17))
+    assert (of_short, of_long) == (pytest.approx(factor), pytest.approx(factor))
+    torch.testing.assert_close(short, 2 * long)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline.checkpoint.saver import Saver
 from shardline.config.check import check
 from shardline.config.load import load_config
 from shardline.config.types import seconds_of
@@ -266,6 +267,15 @@ def test_only_rank_0_watches_the_clock_of_checkpoints():
     assert [Requests.of_rank(config, rank).save_seconds for rank in range(2)] == [90, None]
     steps = load_config(overrides={"checkpoint.interval": 90})
     assert Requests.of_rank(steps, 0).save_seconds is None
+
+
+def test_seconds_between_checkpoints_are_no_steps():
+    saver = object.__new__(Saver)
+    saver._saves = True
+    for kind, due in (("steps", [2, 4, 6, 7]), ("seconds", [7])):
+        keys = {"checkpoint.interval": 2, "checkpoint.interval_type": kind}
+        saver.section = load_config(overrides=keys).checkpoint
+        assert [step for step in range(1, 8) if saver.is_due(step, 7)] == due
 
 
 def test_a_fraction_of_the_steps_is_not_counted_in_seconds():

@@ -22,7 +22,7 @@ from shardline.telemetry.log import (
     release_log,
     setup_logging,
 )
-from shardline.telemetry.summary import RunSummary, summary
+from shardline.telemetry.summary import RunSummary, bubble_summary, summary
 from shardline.training.trainer import Trainer
 from shardline.words import ShellCommand
 from tests.e2e.tiny import tiny_config
@@ -235,6 +235,11 @@ def test_a_finished_run_has_one_number_of_steps():
     seen = RunSummary()
     seen.stepped(1, 2.0)
     assert summary(seen, 1, 1)[0] == ("steps", "1")
+
+
+def test_the_bubble_of_a_run_leaves_out_its_first_row():
+    assert bubble_summary([0.9, 0.2, 0.3, 0.1], 0.25) == "20.0% of the step, 25.0% by the schedule"
+    assert bubble_summary([0.9], None) == "90.0% of the step"
 
 
 def test_lines_and_tables_are_broken_between_words(tmp_path):

@@ -1,6 +1,7 @@
 """What the first step of a run did, as it was seen; every feature leaves another trace when it is switched off."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -63,6 +64,13 @@ def test_each_component_is_compiled_where_it_is_asked_for(tmp_path, components, 
     found, _ = engagement(tmp_path / "run", **COMPILED, compile__components=components)
     assert found["compiled_graphs"] == of_blocks
     assert (graphs["unique_graphs"] > of_blocks) == ("loss" in components)
+
+
+def test_every_graph_counts_with_what_is_in_it():
+    graphs = [Counter({("linear", "torch.float32"): 4}), Counter({("linear", "torch.float32"): 2})]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    found = engaged.StepObserver(None, optimizer, Applied(graphs=graphs))._found()
+    assert (found["compiled_graphs"], found["products"]) == (2, {"linear float32": 6})
 
 
 def test_a_memory_budget_is_kept(tmp_path):

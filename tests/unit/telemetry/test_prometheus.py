@@ -36,7 +36,8 @@ def test_the_parser_of_prometheus_reads_every_kind_of_number():
     assert found[("shardline_tokens_total",)] == 4096
     assert found[("shardline_comm_bytes", ("axis", "tp"))] == 12
     assert found[("shardline_validation_loss",)] == 2.75
-    assert found[("shardline_rank_seconds", ("phase", "compute"), ("rank", "1"))] == 0.9
+    for phase, seconds in (("data", 0.1), ("compute", 0.9), ("optimizer", 0.02)):
+        assert found[("shardline_rank_seconds", ("phase", phase), ("rank", "1"))] == seconds
     assert ("shardline_mfu",) not in found
     exporter.update({"loss": float("nan")})
     assert samples(exporter.text())[("shardline_loss",)] != samples(exporter.text())[("shardline_loss",)]
