@@ -49,7 +49,7 @@ def _fake_store() -> Any:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise UserError(f"cannot simulate other ranks: PyTorch {torch.__version__} has no fake group") from error
+        raise UserError(f"PyTorch {torch.__version__} has no fake process group to simulate other ranks") from error
     return FakeStore()
 
 

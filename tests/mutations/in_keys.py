@@ -278,7 +278,7 @@ THE_STEP = [
     Change(
         "router losses of workers are added up",
         "parallel/expert/balance.py",
-        "losses.mean(0) / self.workers",
+        "losses.mean(0) / self.batches",
         "losses.mean(0)",
         f"{LOAD}losses_of_workers_are_means_over_them_and_frozen_routers_keep_their_biases",
     ),
@@ -638,8 +638,8 @@ SHOWN = [
     Change(
         "the start's table has the default outer momentum",
         "training/overview.py",
-        "momentum {section.outer_momentum:g}",
-        "momentum 0.9",
+        'else f"DiLoCo, outer rate {section.outer_lr:g}, momentum {section.outer_momentum:g}"',
+        'else f"DiLoCo, outer rate {section.outer_lr:g}, momentum 0.9"',
         f"{OVERVIEW}workers_in_words",
     ),
     Change(

@@ -54,7 +54,7 @@ def test_the_mean_of_biases_stays(load):
 
 def test_losses_of_workers_are_means_over_them_and_frozen_routers_keep_their_biases():
     model = Decoder(Architecture(**SIZES, rope_theta=10000.0, norm_eps=1e-5, moe=MOE))
-    two = ExpertLoad(model, torch.device("cpu"), workers=2)
+    two = ExpertLoad(model, torch.device("cpu"), batches=2)
     row = two.row(tallied(two))
     assert (row["expert_load"], row["aux_loss"], row["z_loss"]) == (2.0, 0.5, 2.0)
     model.adaptation = NOTHING
