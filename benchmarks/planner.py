@@ -34,6 +34,7 @@ from planner_sweep import USABLE, impossible
 from planner_trainers import fitted, traits_of, use_constants
 
 from shardline.config.load import load_config
+from shardline.errors import UserError
 from shardline.plan.check import judge
 from shardline.plan.hardware import GIB, find_profile
 
@@ -314,7 +315,10 @@ def main() -> None:
         crossed = report_cross(options.data)
         print(json.dumps(crossed, indent=1) if options.json else cross_table(crossed))
         return
-    found = report(options.data)
+    try:
+        found = report(options.data)
+    except UserError as error:
+        sys.exit(str(error))
     for name in FILES:
         if not (options.data / name).is_file():
             print(f"{options.data}: has no {name}", file=sys.stderr)

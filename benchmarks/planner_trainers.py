@@ -18,7 +18,12 @@ def trainer_of(row: dict[str, Any]) -> str:
     """The trainer whose word is in the dataset's name, or else in the source's, the longest word first."""
     for key in ("dataset", "source"):
         name = str(row.get(key) or "").lower()
-        found = [(len(word), trainer) for trainer, table in TRAINERS.items() for word in table.get("match", ()) if word in name]
+        found = [
+            (len(word), trainer)
+            for trainer, table in TRAINERS.items()
+            for word in table.get("match", ())
+            if word in name
+        ]
         if found:
             return max(found)[1]
     return "default"
