@@ -47,7 +47,8 @@ def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str
                 ),
                 (table.get("fit_memory", ()), [r for r in own if r.memory], gib, "memory"),
             ):
-                if names and len(used) >= 3:
+                sources = {row.dataset for row in used}  # one alone says little of a trainer that is not its own
+                if names and len(used) >= 3 and (len(sources) > 1 or not table.get("pooled")):
                     values = _fitted(trainer, names, used, predict, target)
                     found[trainer] = {**found.get(trainer, {}), **values}
                     use_constants(found)
