@@ -34,6 +34,7 @@ from planner_sweep import USABLE, impossible
 from planner_trainers import fitted, traits_of, use_constants
 
 from shardline.config.load import load_config
+from shardline.errors import UserError
 from shardline.plan.check import judge
 from shardline.plan.hardware import GIB, find_profile
 
@@ -60,7 +61,7 @@ def scores(rows: Sequence[Measured]) -> dict[str, Any]:
     timed = [row for row in rows if row.speed]
     found: dict[str, Any] = {"rows": len(rows)}
     if timed:
-        ratio = np.array([row.predicted / row.speed for row in timed])
+        ratio = np.array([row.predicted / (row.speed or 1.0) for row in timed])
         error = np.abs(ratio - 1)
         steady = np.array([not row.stalled for row in timed])
         found["tokens_per_s"] = {
@@ -76,7 +77,7 @@ def scores(rows: Sequence[Measured]) -> dict[str, Any]:
         found["ranking"] = ranking(timed)
     held = [row for row in rows if row.memory]
     if held:
-        ratio = np.array([row.predicted_gib / row.memory for row in held])
+        ratio = np.array([row.predicted_gib / (row.memory or 1.0) for row in held])
         error = np.abs(ratio - 1)
         found["memory"] = {
             "rows": len(held),
@@ -116,8 +117,8 @@ def ranking(rows: Sequence[Measured]) -> dict[str, Any]:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    ranks = [_ranks(values) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1]) if min(r.std() for r in ranks) > 0 else 0.0
+    ranks = _ranks(a), _ranks(b)
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if min(r.std() for r in ranks) > 0 else 0.0
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
@@ -314,7 +315,10 @@ def main() -> None:
         crossed = report_cross(options.data)
         print(json.dumps(crossed, indent=1) if options.json else cross_table(crossed))
         return
-    found = report(options.data)
+    try:
+        found = report(options.data)
+    except UserError as error:
+        sys.exit(str(error))
     for name in FILES:
         if not (options.data / name).is_file():
             print(f"{options.data}: has no {name}", file=sys.stderr)

@@ -22,7 +22,8 @@ from shardline.plan.traits import Traits
 Chosen = Callable[[Measured], bool]
 FOLDS = 3  # of models, and of numbers of GPUs, that are left out in turn
 PULL = 0.03  # how far a row's logarithm of error counts as much as a constant that is e times what its table says
-POOLED = 40  # rows of one source, about, that constants of an unknown trainer are fitted to
+POOLED_PULL = 0.1  # the same for an unknown trainer: those that are known are further apart than this decides
+POOLED = 24  # rows of one source, about, that constants of an unknown trainer are fitted to
 ROUNDS = 2  # which version of a trainer measured a row is deduced again from the constants of the first round
 
 
@@ -46,7 +47,8 @@ def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str
                 ),
                 (table.get("fit_memory", ()), [r for r in own if r.memory], gib, "memory"),
             ):
-                if names and len(used) >= 3:
+                sources = {row.dataset for row in used}  # one alone says little of a trainer that is not its own
+                if names and len(used) >= 3 and (len(sources) > 1 or not table.get("pooled")):
                     values = _fitted(trainer, names, used, predict, target)
                     found[trainer] = {**found.get(trainer, {}), **values}
                     use_constants(found)
@@ -91,7 +93,8 @@ def _fitted(
         return np.log([predict(row, made[row.trainer]) for row in rows]) - wanted
 
     delta = 0.1 if target == "speed" else 0.05
-    start, pull = x.copy(), PULL**2 * len(rows)
+    start = x.copy()
+    pull = (POOLED_PULL if TRAINERS[trainer].get("pooled") else PULL) ** 2 * len(rows)
     now = residuals(x)
 
     def loss(x: np.ndarray, errors: np.ndarray) -> float:

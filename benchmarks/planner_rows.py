@@ -174,7 +174,7 @@ def measured(row: dict[str, Any], trainer: str | None = None) -> Measured:
     hardware = find_profile(gpu_name(str(row.get("gpu_type", ""))))
     if "40gb" in str(row.get("gpu_type", "")).lower():
         hardware = find_profile("a100_40gb")
-    arch, share_of_experts = architecture(row)
+    arch = architecture(row)
     layout, micro, count = degrees(row)
     zero = int(row.get("zero_stage") if row.get("zero_stage") is not None else table.get("zero", 1))
     if row.get("fsdp") and zero < 2:
@@ -195,7 +195,6 @@ def measured(row: dict[str, Any], trainer: str | None = None) -> Measured:
         sequence_parallel=bool(row.get("sequence_parallel", table.get("sequence_parallel", True))) and layout.tp > 1,
         reshard=zero == 3,
         ring=layout.cp > 1,
-        expert_share=share_of_experts,
         lora_rank=16 if "lora" in str(row.get("model", "")).lower() else 0,
     )
     if trainer == "nanotron":
@@ -342,10 +341,8 @@ def stages_per_rank(row: dict[str, Any], arch: Architecture, layout: Layout) -> 
     return vp if layout.pp > 1 and arch.n_layers >= vp * layout.pp else 1
 
 
-def architecture(row: dict[str, Any]) -> tuple[Architecture, float]:
-    """The model, and the share of the stream's width that its experts work with."""
+def architecture(row: dict[str, Any]) -> Architecture:
     fields = known_model(str(row.get("model", "")))
-    share_of_experts = fields.pop("expert_share", 1.0)
     for key, name in FIELDS.items():
         if row.get(key) is not None:
             fields[name] = int(row[key])
@@ -367,7 +364,7 @@ def architecture(row: dict[str, Any]) -> tuple[Architecture, float]:
         fields.setdefault("activation", "gelu_tanh")
     if "nanotron" in trainer_of(row):
         fields["tie_word_embeddings"] = fields["ffn_dim"] < 10_000
-    return build(fields), share_of_experts
+    return build(fields)
 
 
 FIELDS = {

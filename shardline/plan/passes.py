@@ -216,7 +216,7 @@ class PassModel:
     def _layer_gathers(self, with_experts: bool) -> tuple[float, float]:
         """Seconds to gather one layer's weights, and to sum its gradients."""
         workload, layout, traits = self.workload, self.workload.layout, self.traits
-        sizes = layer_parameters(workload.arch, with_experts, layout, workload.expert_share)
+        sizes = layer_parameters(workload.arch, with_experts, layout)
         gather = reduce = 0.0
         for axis, ranks, count in (
             ("dp_shard", layout.dp_shard * layout.cp, sizes.dense),
@@ -244,33 +244,17 @@ class PassModel:
         )
         back = self._product(one._replace(columns=one.inner, inner=one.columns), dtype) + weights
         logits = self.hardware.copy_seconds(workload.tokens * workload.arch.vocab_size / tp * traits.logit_bytes)
-        stream = workload.tokens * workload.arch.dim * NUMBER
         sent: Exposed = ()
-        back_sent: Exposed = ()
-        if tp > 1:  # the loss needs the maximum, the sum and the target's logit of each token
-            sums = [Sent("tp", "all_reduce", 4 * workload.tokens)] * 3
-            gather = [Sent("tp", "all_gather", stream)] if workload.sequence_parallel else []
-            sent = self._visible([*gather, *sums])
-            back_sent = self._visible([Sent("tp", self._to_stream, stream)])
-        host = self._host(False)
+        if tp > 1:
+            kind = "all_gather" if workload.sequence_parallel else "all_reduce"
+            sent = self._visible([Sent("tp", kind, workload.tokens * workload.arch.dim * NUMBER)])
+        host = traits.host_layer
         return PartCosts(
             Costs(ahead + logits / 3, sent, host * self.traits.host_forward),
-            Costs(back + logits * 2 / 3, back_sent, host * (1 - self.traits.host_forward)),
+            Costs(back + logits * 2 / 3, sent, host * (1 - self.traits.host_forward)),
             weights,
         )
 
     def embedding(self) -> PartCosts:
-        workload = self.workload
-        rows = workload.tokens * workload.arch.dim * NUMBER
-        sent: Exposed = ()
-        back_sent: Exposed = ()
-        if workload.layout.tp > 1:  # each rank has a part of the vocabulary
-            sent = self._visible([Sent("tp", self._to_stream, rows)])
-            back_sent = self._visible([Sent("tp", "all_gather", rows)] if workload.sequence_parallel else [])
-        copies = self.hardware.copy_seconds(rows)
-        return PartCosts(Costs(3 * copies, sent), Costs(4 * copies, back_sent), 0.0)
-
-    @property
-    def _to_stream(self) -> str:
-        """The collective that adds what tensor-parallel ranks have of the stream."""
-        return "reduce_scatter" if self.workload.sequence_parallel else "all_reduce"
+        rows = self.workload.tokens * self.workload.arch.dim * NUMBER
+        return PartCosts(Costs(self.hardware.copy_seconds(3 * rows)), Costs(self.hardware.copy_seconds(4 * rows)), 0.0)

@@ -91,7 +91,7 @@ CUTS: dict[str, Callable[[Workload], tuple[int, ...]]] = {
 def stage_parameters(workload: Workload, stage: StageLayers) -> tuple[float, float]:
     """(dense, expert) parameters of a stage on a rank, before data parallelism shards them."""
     arch, layout = workload.arch, workload.layout
-    dense, mixed = (layer_parameters(arch, kind, layout, workload.expert_share) for kind in (False, True))
+    dense, mixed = (layer_parameters(arch, with_experts, layout) for with_experts in (False, True))
     tables = stage.first + stage.last
     if tables == 2 and arch.tie_word_embeddings:
         tables = 1

@@ -53,7 +53,6 @@ class Workload:
     recompute: str = "none"  # none, op, full, attention, offload, or every n-th layer: a number
     compute: str = "bfloat16"
     experts_compute: str = "bfloat16"
-    expert_share: float = 1.0  # of the stream's width, that tokens have on their way to experts and there
     storage: str = "float32"  # of weights
     activations: str = "bfloat16"  # the type of the stream between products
     keeps_narrow: bool = False  # a rank alone keeps weights in the compute type, too
@@ -97,7 +96,7 @@ class Sizes(NamedTuple):
     experts: float
 
 
-def layer_parameters(arch: Architecture, with_experts: bool, layout: Layout, expert_share: float = 1.0) -> Sizes:
+def layer_parameters(arch: Architecture, with_experts: bool, layout: Layout) -> Sizes:
     """Parameters of one layer on a rank, before data parallelism shards them."""
     products = [*attention_shapes(arch), *feed_forward_shapes(arch, with_experts)]
     norms = 2 * arch.dim * (2 if arch.norm_places == "both" else 1)
@@ -105,7 +104,7 @@ def layer_parameters(arch: Architecture, with_experts: bool, layout: Layout, exp
     if not with_experts or arch.moe is None:
         return Sizes(dense, 0.0)
     moe = arch.moe
-    experts = 3.0 * moe.n_experts * moe.expert_dim * arch.dim * expert_share / expert_cut(layout)
+    experts = 3.0 * moe.n_experts * moe.expert_dim * arch.dim / expert_cut(layout)
     return Sizes(dense + moe.n_experts * arch.dim, experts)
 
 
@@ -199,13 +198,12 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
         moe, together = arch.moe, routes_together(layout)
         rows, own = tokens * moe.top_k / (1 if together else tp), moe.n_experts / layout.ep
         width_here = moe.expert_dim / (tp if together else 1)
-        narrow = dim * workload.expert_share
         products.append(MatrixProduct(tokens / workload.stream_share, moe.n_experts, dim))
-        products.append(MatrixProduct(rows / own, 2.0 * width_here, narrow, own, True))
-        products.append(MatrixProduct(rows / own, narrow, width_here, own, True))
-        moved += rows * NUMBER * (6.0 * narrow + 3.0 * width_here)
+        products.append(MatrixProduct(rows / own, 2.0 * width_here, dim, own, True))
+        products.append(MatrixProduct(rows / own, dim, width_here, own, True))
+        moved += rows * NUMBER * (6.0 * dim + 3.0 * width_here)
         if layout.ep > 1:
-            travel = Sent("ep", "all_to_all", rows * narrow * NUMBER)
+            travel = Sent("ep", "all_to_all", rows * dim * NUMBER)
             sent, back = (*sent, travel, travel), (*back, travel, travel)
     return LayerWork(tuple(products), flops, moved, sent, back, out_of_heads)
 

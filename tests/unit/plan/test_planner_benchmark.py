@@ -96,7 +96,7 @@ def test_rows_about_which_too_little_is_known_are_left_out_with_a_reason(benchma
 
 def test_rows_whose_numbers_are_none_are_left_out_with_a_reason(benchmark, tmp_path):
     """Every row is scored or counted, whatever stands in it; a failed layout, too."""
-    strange = (-1, "x", True, 3.7, float("nan"), [], 1e12)
+    strange = (-1, "x", "1e400", True, 3.7, float("nan"), [], 1e12)
     keys = ("gpus", "tp", "micro_batch", "layers", "tokens_per_s_per_gpu", "mem_gib")
     rows = [{**ROW, key: value} for key in keys for value in strange]
     failed = [{**FAILED, "tp": value} for value in strange] + [{"model": "1B"}]
@@ -107,7 +107,74 @@ def test_rows_whose_numbers_are_none_are_left_out_with_a_reason(benchmark, tmp_p
     json.dumps(found, allow_nan=False)
 
 
-@pytest.mark.parametrize("gpu", ["H200", "MI300X", "A100-40GB", "GB300", "RTX 4090", "H800"])
+def test_numbers_may_stand_as_text(benchmark, tmp_path):
+    """Numbers as text count as numbers, and text of no number as not given."""
+    number = (int, float)
+    text = {key: str(value) if isinstance(value, number) else value for key, value in ROW.items()}
+    plain, written, without = (
+        benchmark.report(folder_of(tmp_path, [row])) for row in (ROW, text, {**text, "mem_gib": "n/a", "vp": ""})
+    )
+    assert plain["overall"] == written["overall"]
+    assert without["overall"]["tokens_per_s"] == plain["overall"]["tokens_per_s"]
+    assert "memory" not in without["overall"]
+
+
+def test_rows_that_are_none_are_left_out_with_a_reason(benchmark, tmp_path):
+    found = benchmark.report(folder_of(tmp_path, [ROW, None, 3, "row", []], [None, FAILED, 7]))
+    assert (found["overall"]["rows"], sum(found["left_out"].values())) == (1, 4)
+    assert (found["does_not_fit"]["failed"], sum(found["failed_left_out"].values())) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("files", "code", "rows", "failed"),
+    [
+        ({"measured_layouts.json": {"rows": [ROW]}}, 0, 1, 0),
+        ({"measured_layouts.json": [ROW]}, 0, 1, 0),
+        ({"failed_layouts.json": [FAILED]}, 0, 0, 1),
+        ({"measured_layouts.json": [], "failed_layouts.json": []}, 0, 0, 0),
+        ({"measured_layouts.json": {}, "failed_layouts.json": {"rows": [FAILED]}}, 0, 0, 1),
+        ({}, 1, 0, 0),
+        ({"measured_layouts.json": {"rows": 3}}, 1, 0, 0),
+        ({"measured_layouts.json": 3}, 1, 0, 0),
+    ],
+)
+def test_a_folder_is_scored_as_far_as_it_goes(benchmark, tmp_path, monkeypatch, capsys, files, code, rows, failed):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    for more in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", ["planner.py", "--data", str(tmp_path), *more])
+        if code:
+            with pytest.raises(SystemExit, match=str(tmp_path)):
+                benchmark.main()
+            continue
+        benchmark.main()
+        shown = capsys.readouterr()
+        if more:
+            found = json.loads(shown.out)
+            assert found["overall"]["rows"] == rows
+            assert found["does_not_fit"].get("failed", 0) == failed
+        assert ("has no" in shown.err) == (len(files) == 1)
+
+
+def test_a_source_nobody_knows_is_predicted_between_the_known_ones(benchmark, tmp_path):
+    """The same layout by an unknown trainer is not further off than the known trainers are from each other, twice."""
+    rows, trainers = sys.modules["planner_rows"], sys.modules["planner_trainers"]
+    trainers.use_constants(trainers.fitted("all"))
+    known = ("nanotron", "llm_foundry", "torch", "megatron")
+    for changes in ({}, {"gpus": 64, "dp": 8, "tp": 8, "micro_batch": 4, "grad_accum": 8, "zero_stage": 1}):
+        speeds = [rows.predicted(rows.measured({**ROW, **changes}, trainer)).predicted for trainer in known]
+        unknown = rows.predicted(rows.measured({**ROW, **changes, "dataset": "new"})).predicted
+        assert min(speeds) / 2 < unknown < 2 * max(speeds)
+
+
+def test_the_longest_word_of_the_dataset_says_who_trained(benchmark):
+    trainer_of = sys.modules["planner_trainers"].trainer_of
+    assert trainer_of({"dataset": "korthikanti-2022", "source": "values in Megatron-LM"}) == "megatron_a100"
+    assert trainer_of({"dataset": "new", "source": "github:pytorch/torchtitan"}) == "torch"
+    assert trainer_of({"dataset": None, "source": 7}) == "default"
+
+
+@pytest.mark.parametrize("gpu", ["H200", "MI300X", "MI325X", "A100-40GB", "GB300", "RTX 4090", "H800"])
 def test_unknown_sources_models_and_sizes_of_clusters_are_predicted(benchmark, tmp_path, gpu):
     row = {**ROW, "dataset": "new", "model": "Mystery-9B", "gpu_type": gpu, "gpus": 384, "dp": 48, "tp": 8}
     row |= {"global_batch": 192, "micro_batch": 1, "grad_accum": 4, "hidden": 3584, "heads": 28, "kv_heads": 4}
