@@ -245,4 +245,4 @@ def test_a_signal_is_heard_in_a_long_native_call(tmp_path, ranks):
     assert "the run did not finish its step within 2 s" in stderr or "did not stop within 2 s" in stderr
     assert [path.name for path in (tmp_path / "run/checkpoint").iterdir()] == ["step-1"]
     if ranks == 1:
-        assert "SIGTERM: the run did not come" in (tmp_path / "run/log/rank-0.log").read_text()
+        assert "SIGTERM: the run did not finish its step" in (tmp_path / "run/log/rank-0.log").read_text()

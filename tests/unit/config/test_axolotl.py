@@ -297,7 +297,7 @@ def test_the_seeds_pass_the_dry_run(example, tiny, capsys):
 
 def test_a_model_of_the_hub_is_not_checked_by_config(capsys):
     assert main(["config", write(FULL)]) == 0
-    assert "NousResearch/Llama-3.2-1B is a model of the Hub" in capsys.readouterr().err
+    assert "NousResearch/Llama-3.2-1B is a model on the Hub" in capsys.readouterr().err
 
 
 def test_an_unknown_key_ends_with_code_2(capsys):

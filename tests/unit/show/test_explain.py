@@ -174,7 +174,7 @@ def test_the_life_of_a_token_has_the_numbers_of_its_layout():
         "weights": ["gathered from the 2 ranks", "are freed after it"],
         "embedding": ["64 numbers, 128 bytes.", "136 of the 272 rows", "64 of the 128 tokens (reduce-scatter)."],
         "attention": ["In each of 2 layers", "The tokens of the 2 tp ranks are gathered.", heads],
-        "feed-forward": ["its 48 of 96 middle columns"],
+        "feed-forward": ["its 48 of 96 hidden columns"],
         "loss": ["the 272 rows of the output, 136 on each tp rank."],
         "backward": ["gradients are scattered"],
         "gradients": ["summed over 2 ranks", "between 2 replicas (all-reduce)."],
@@ -192,7 +192,7 @@ def test_what_travels_between_stages_is_a_micro_batch():
     assert "micro-batch of 2 x 32 tokens." in life["batch"]
     assert "one rank in 2 has the token" in life["context"]
     assert "stay until the end of the step" in life["weights"]
-    assert "cut into 2 stages (0, 1)" in life["next stage"]
+    assert "split into 2 stages (0, 1)" in life["next stage"]
     assert "4.00 KiB from each rank." in life["next stage"]  # 2 x 16 tokens of 64 numbers of 2 bytes
 
 

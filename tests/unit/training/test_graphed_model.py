@@ -147,6 +147,6 @@ def test_passes_that_need_the_host_are_refused_with_the_reason(ranks, changes, r
 
 
 def test_a_cpu_has_none(tmp_path):
-    with pytest.raises(ConfigError, match=r"compile.cuda_graphs = true: the device is a CPU, which has none"):
+    with pytest.raises(ConfigError, match=r"compile.cuda_graphs = true: the device is a CPU, which has no CUDA graphs"):
         run(tmp_path / "run", **GRAPHS)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
