@@ -150,7 +150,7 @@ def fits_scores(ran: Sequence[Measured], failed: Sequence[Measured]) -> dict[str
 
 
 def refuses(row: Measured) -> str:
-    """Return `layout` if it cannot run at all, `memory` if the fullest rank has too little, else nothing."""
+    """Return `layout` if it cannot run at all, `memory` if the fullest rank has too little memory, else nothing."""
     if row.trainer.startswith("nanotron") and impossible(row.workload):
         return "layout"
     trainer = row.trainer
@@ -168,7 +168,7 @@ def _rounded(value: Any) -> float:
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """Return scores of all rows with constants from all known rows; `fit` and `check` use those of the fit part."""
+    """Return scores of all rows with constants fitted to all; `fit` and `check` use those fitted to the fit part."""
     use_constants(fitted("fit"))
     sure, failed = _sure(read_rows(folder)[0]), read_failed(folder)[0]
     parts = {"fit": [r for r in sure if is_fitted_to(r)], "check": [r for r in sure if not is_fitted_to(r)]}

@@ -20,11 +20,11 @@ from planner_trainers import FITTED, TRAINERS, traits_of, use_constants
 from shardline.plan.traits import Traits
 
 Chosen = Callable[[Measured], bool]
-FOLDS = 3  # of models, and of numbers of GPUs, that are left out in turn
-PULL = 0.03  # how far a row's logarithm of error counts as much as a constant that is e times what its table says
-POOLED_PULL = 0.1  # the same for an unknown trainer: those that are known are further apart than this decides
-POOLED = 24  # rows of one source, about, that constants of an unknown trainer are fitted to
-ROUNDS = 2  # which version of a trainer measured a row is deduced again from the constants of the first round
+FOLDS = 3  # of models and of numbers of GPUs, left out in turn
+PULL = 0.03  # this logarithmic error in every row costs as much as a constant that is e times its table's value
+POOLED_PULL = 0.1  # the same for an unknown trainer: known trainers are too different to determine its constants
+POOLED = 24  # about how many rows of each source the constants of an unknown trainer are fitted to
+ROUNDS = 2  # the second deduces again, from the first one's constants, which trainer version measured each row
 
 
 def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str = "") -> dict[str, dict[str, Any]]:
@@ -47,7 +47,7 @@ def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str
                 ),
                 (table.get("fit_memory", ()), [r for r in own if r.memory], gib, "memory"),
             ):
-                sources = {row.dataset for row in used}  # one alone says little of a trainer that is not its own
+                sources = {row.dataset for row in used}  # a single source says little about an unknown trainer
                 if names and len(used) >= 3 and (len(sources) > 1 or not table.get("pooled")):
                     values = _fitted(trainer, names, used, predict, target)
                     found[trainer] = {**found.get(trainer, {}), **values}
@@ -56,7 +56,7 @@ def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str
 
 
 def _pool(rows: Sequence[Measured]) -> list[Measured]:
-    """Rows of every source, as many of a large one as of a small one, as if an unknown trainer had measured them."""
+    """Return about as many rows of a large source as of a small one, as if an unknown trainer had measured them."""
     sources: dict[str, list[Measured]] = {}
     for row in rows:
         if not (row.stalled or TRAINERS[row.trainer].get("faulty")):
@@ -78,7 +78,7 @@ def _fitted(
     predict: Callable[[Measured, Traits], float],
     target: str,
 ) -> dict[str, Any]:
-    """Levenberg-Marquardt on the logarithms of constants, with Huber's loss on logarithms of errors.
+    """Fit by Levenberg-Marquardt on the logarithms of constants, with Huber's loss on logarithms of errors.
 
     Constants are pulled towards the values in the trainer's table, so those that the rows do not determine stay there.
     """
@@ -170,7 +170,7 @@ def _nested(values: dict[str, float], traits: Traits) -> dict[str, Any]:
 
 
 def write_fitted(parts: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Return both parts: the constants from all rows, and those from the fit part."""
+    """Write both parts: the constants from all rows, and those from the fit part."""
     lines = ["# Written by `python benchmarks/planner.py --fit`: constants fitted to published measurements.", ""]
     for part, found in parts.items():
         for trainer, values in found.items():
@@ -217,7 +217,7 @@ def _dealt(rows: Sequence[Measured], place: int) -> dict[tuple[str, Any], int]:
 def _left_out(folder: Path, held: Callable[[Measured], bool], source: str = "") -> list[Measured]:
     """Return predictions of the held-out rows by a fit to the others.
 
-    A source whose trainer appears in no other source counts as one of an unknown trainer.
+    If its trainer appears in no other source, a source counts as that of an unknown trainer.
     """
     use_constants({})
     rows = read_rows(folder)[0]

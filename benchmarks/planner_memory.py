@@ -73,7 +73,7 @@ def _rank_memory(workload: Workload, traits: Traits, stages: list[StageLayers], 
 
 
 def layer_bytes(workload: Workload, traits: Traits) -> float:
-    """Return what one layer keeps of one micro-batch."""
+    """Return the bytes that one layer keeps of one micro-batch."""
     if workload.recompute == "full":
         return workload.tokens * NUMBER * workload.arch.dim / workload.stream_share
     return whole_layer_bytes(workload, traits) * (traits.kept_op if workload.recompute == "op" else 1.0)

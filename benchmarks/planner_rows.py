@@ -73,7 +73,7 @@ class Measured:
 def read_rows(folder: Path, unknown: str = "") -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
     """Return the rows that can be predicted, with predictions, and the others with the reason.
 
-    A dataset may count as one of an unknown trainer.
+    Rows of the dataset `unknown` count as those of an unknown trainer.
     """
     found, left_out = [], []
     for row in _listed(folder / "measured_layouts.json"):
@@ -132,7 +132,7 @@ def pass_seconds(row: Measured) -> float:
 
 
 def read_failed(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
-    """Layouts that crashed or ran out of memory, and those about which too little is known, with the reason."""
+    """Return layouts that crashed or ran out of memory, and the incomplete ones with the reason."""
     found, left_out = [], []
     for row in _listed(folder / "failed_layouts.json"):
         try:
@@ -143,7 +143,7 @@ def read_failed(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any]
 
 
 def _listed(path: Path) -> list[Any]:
-    """The rows of a file, by themselves or under `rows`; none where there is no such file."""
+    """Return the rows of a file, a list or an object with `rows`; none if there is no such file."""
     if not path.is_file():
         return []
     try:
@@ -157,7 +157,7 @@ def _listed(path: Path) -> list[Any]:
 
 
 def _full(row: dict[str, Any]) -> dict[str, Any]:
-    """A failed layout with what the sweep's rows say of themselves."""
+    """Return a failed layout, completed with what all rows of the sweep share."""
     known = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096}
     known |= {"zero_stage": 0, "ac": "none"}
     full = known | {key: value for key, value in row.items() if value is not None}
@@ -208,9 +208,9 @@ RESULTS = ("tokens_per_s_per_gpu", "mem_gib", "step_time_s")
 
 
 def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with numbers where they stand as text.
+    """Return the row with text converted to numbers.
 
-    Counts are whole numbers and results positive, where they are given; a count of 0 is taken as not given.
+    Counts must be whole numbers and results positive. A count of 0 is treated as missing.
     """
     row = {key: _plain(value) if key in (*COUNTS, *RESULTS, *FIELDS) else value for key, value in row.items()}
     for key in (*COUNTS, *FIELDS):
@@ -227,7 +227,7 @@ def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The number that a text is, None where it is empty."""
+    """Return the number in a text, None if it is empty, and anything else unchanged."""
     if not isinstance(value, str):
         return value
     text = value.strip().replace(",", "")
@@ -252,7 +252,7 @@ def measured_speed(row: dict[str, Any]) -> float | None:
     return None
 
 
-# Cards without a profile of their own, and the nearest that has one: the same chip, or its last version.
+# GPUs without a profile of their own, and the nearest one that has a profile: the same chip or its predecessor.
 NEAREST = {"gh200": "h200", "h800": "h100", "a800": "a100", "mi325x": "mi300x", "4090": "rtx4090"}
 
 

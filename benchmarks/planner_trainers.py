@@ -15,7 +15,7 @@ FITTED = HERE / "planner_fitted.toml"
 
 
 def trainer_of(row: dict[str, Any]) -> str:
-    """The trainer whose word is in the dataset's name, or else in the source's, the longest word first."""
+    """Return the trainer with the longest word in the dataset's name, or else in the source's."""
     for key in ("dataset", "source"):
         name = str(row.get(key) or "").lower()
         found = [

@@ -29,7 +29,7 @@ MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the config, with what the run then takes."""
+    """A change to the config, with the memory and step time of the changed run."""
 
     words: str
     keys: dict[str, Any]
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def problem_of(config: Config, hardware: Hardware, ranks: int, device: str = "cuda") -> tuple[PlanProblem, Layout]:
-    """The problem that a config as it is poses on this many ranks."""
+    """Return the planning problem of the unchanged config on this many ranks."""
     layout = checked_layout(config, ranks)
     arch = fitted(resolve(config.model), config)
     kept = kept_by(config, arch, device)
@@ -67,7 +67,7 @@ def problem_of(config: Config, hardware: Hardware, ranks: int, device: str = "cu
 
 
 def judge(config: Config, hardware: Hardware, ranks: int, device: str = "cuda", changes: bool = True) -> Verdict:
-    """Whether the config fits; with `changes`, the cheapest that make it fit."""
+    """Return whether the config fits; with `changes`, also the cheapest changes that make it fit."""
     problem, layout = problem_of(config, hardware, ranks, device)
     return verdict_of(problem, layout, changes)
 
@@ -85,7 +85,7 @@ def verdict_of(problem: PlanProblem, layout: Layout, changes: bool = True) -> Ve
 
 
 def cheapest(problem: PlanProblem, layout: Layout) -> list[Change]:
-    """The changes, alone or two together, that make a run fit and slow it down least."""
+    """Return the changes, alone or in pairs, that make a run fit and slow it down least."""
     single = list(_tried(problem, layout, [(words, keys) for words, keys in single_changes(problem, layout)]))
     fits = [change for change in single if change.memory.total <= problem.room]
     if not fits:
@@ -165,9 +165,9 @@ def _tried(problem: PlanProblem, layout: Layout, changes: list[tuple[str, dict[s
 
 
 def before_start(config: Config, arch: Architecture, layout: Layout, device: torch.device) -> Verdict:
-    """What a run will need against what is free here, with changes where that is too much.
+    """Compare the memory that a run will need with what is free here, and suggest changes if it needs too much.
 
-    Times only order the changes: a GPU without a profile is taken for an H100.
+    Times only rank the changes, so a GPU without a profile is treated as an H100.
     """
     free = available_memory(device, ranks_from_environment("LOCAL_WORLD_SIZE", layout.world_size))
     profile = (

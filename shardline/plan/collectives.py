@@ -1,11 +1,11 @@
 """How long collectives take: a latency for each hop and a bandwidth for each level of links.
 
-A group of n ranks that lie `stride` apart has `inside` of them on each node. A ring inside a node runs at the node's
-bandwidth; between nodes each rank has the network's, and the ranks of a node send side by side.
+Of a group of n ranks that are `stride` apart, `inside` ranks share a node. A ring inside a node runs at the node's
+bandwidth. Between nodes, each rank has the network's bandwidth, and the ranks of a node send in parallel.
 
     all-gather, reduce-scatter of S bytes    S (n - 1) / n over the slowest level that the ring crosses
-    all-reduce                               both, one after another; switches that add make it faster inside a node
-    all-to-all                               the part for other nodes over the network, the rest inside
+    all-reduce                               both, one after the other; faster inside a node if its switches reduce
+    all-to-all                               the part for other nodes over the network, the rest inside the node
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
 
 def axis_group(layout: Layout, axis: str, per_node: int) -> Group:
-    """Ranks of an axis lie as far apart as the axes inside of it have ranks."""
+    """Return the group of an axis; its ranks are as far apart as the axes inside it have ranks."""
     ranks, stride = _extent(layout, axis)
     inside = max(1, min(ranks, per_node // stride)) if stride < per_node else 1
     if layout.world_size <= per_node:
@@ -58,7 +58,7 @@ def _extent(layout: Layout, axis: str) -> tuple[int, int]:
 def seconds(
     hardware: Hardware, group: Group, kind: str, size: float, efficiency: float = 1.0, delay: float = 1.0
 ) -> float:
-    """The time of one collective of `size` bytes (the whole tensor) if nothing else uses the links."""
+    """Return the time of one collective of `size` bytes (the whole tensor) if nothing else uses the links."""
     n, inside, nodes = group.ranks, group.inside, group.nodes
     if n == 1 or size <= 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""`shardline plan`: which layout fits, and how fast it will be; `--check`: whether a config does."""
+"""`shardline plan` finds layouts that fit and predicts their speed; `--check` says whether a config fits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shardline.plan.search import MARGIN, Candidate, PlanProblem, candidates, co
 from shardline.storage.atomic import write_atomically
 
 GOALS = ("speed", "memory", "cost")
-MOST_RANKS = 65_536  # to which the search goes when nothing fits
-FEWER = 8  # for the goal cost: down to this part of the GPUs
+MOST_RANKS = 65_536  # the most that are tried when nothing fits
+FEWER = 8  # numbers of GPUs that the goal cost tries, each half of the one before
 
 
 def command(
@@ -71,12 +71,12 @@ def _start(file: str, ranks: int, per_node: int) -> str:
 
 
 def _hardware(gpu: str | None, per_node: int | None) -> tuple[Hardware, str]:
-    """The profile, by default that of this machine's GPU, and the kind of device."""
+    """Return the profile, by default that of this machine's GPU, and the kind of device."""
     if gpu is None:
         name = local_gpu()
         found = None if name is None else profile_for(name)
         if name is not None and found is None:
-            found = find_profile(name)  # the error says how to make one
+            found = find_profile(name)  # the error says how to measure one
         gpu = "cpu" if found is None else None
     else:
         found = None
@@ -88,13 +88,13 @@ def _ranks(gpus: int | None, nodes: int | None, hardware: Hardware) -> int | Non
     if gpus is not None and nodes is not None and gpus != nodes * hardware.per_node:
         raise UserError(
             f"--gpus {gpus} and --nodes {nodes} contradict each other: {nodes} nodes have {nodes * hardware.per_node}"
-            " GPUs; give one of them, or --gpus-per-node"
+            " GPUs; use only one of them, or set --gpus-per-node"
         )
     return nodes * hardware.per_node if gpus is None and nodes is not None else gpus
 
 
 def _batch(config: Config, ranks: int) -> int:
-    """Sequences of a step: what the config says, or one for each rank."""
+    """Return the sequences per step: what the config says, or by default one local batch for each rank."""
     training = config.training
     if training.global_batch_size > 0:
         return training.global_batch_size
@@ -104,7 +104,7 @@ def _batch(config: Config, ranks: int) -> int:
 
 
 def _search(problem: PlanProblem, top: int, goal: str) -> list[Candidate]:
-    """The best candidates; for the goal `cost` also on fewer GPUs."""
+    """Return the best candidates; for the goal `cost`, also on fewer GPUs."""
     if goal != "cost":
         return search(problem, top, goal)
     counts = [problem.ranks // 2**power for power in range(FEWER) if problem.ranks % 2**power == 0]
@@ -116,7 +116,7 @@ def _search(problem: PlanProblem, top: int, goal: str) -> list[Candidate]:
 
 
 def _nothing(problem: PlanProblem) -> str:
-    """Why there is no layout: no one divides evenly, or none fits, and what would."""
+    """Say why there is no layout: none divides evenly, or none fits; in the latter case also what would fit."""
     smallest = _smallest(problem)
     if smallest is None:
         given = ", ".join(f"{key} = {value}" for key, value in problem.fixed.items())
@@ -140,7 +140,7 @@ def _smallest(problem: PlanProblem) -> Memory | None:
 
 
 def _enough(problem: PlanProblem) -> int | None:
-    """The smallest doubling of the GPUs on which something fits, with a batch that grows with them."""
+    """Double the GPUs until a layout fits, with at least one sequence per GPU; return their number."""
     ranks = problem.ranks
     while ranks < MOST_RANKS:
         ranks *= 2
@@ -151,7 +151,7 @@ def _enough(problem: PlanProblem) -> int | None:
     return None
 
 
-FEATURES: tuple[dict[str, Any], ...] = (  # from the cheapest to the slowest
+FEATURES: tuple[dict[str, Any], ...] = (  # from the fastest to the slowest
     {"parallelism.accumulation_sync": "micro_batch"},
     {"optimizer.state_dtype": "bfloat16"},
     {"optimizer.state_dtype": "int8"},
@@ -160,7 +160,7 @@ FEATURES: tuple[dict[str, Any], ...] = (  # from the cheapest to the slowest
 
 
 def _feature(problem: PlanProblem) -> str | None:
-    """The cheapest key with which something fits on these GPUs."""
+    """Return the cheapest setting, as flags, with which a layout fits on these GPUs."""
     for keys in FEATURES:
         if keys.keys() & problem.fixed.keys():
             continue

@@ -1,7 +1,7 @@
 """What a machine can do: rates of products, attention and copies, and its links, read from a profile (TOML).
 
-A profile is data: `shardline bench device --write mine.toml` measures one, `profiles/` has those that ship. Every
-number of a profile that ships is named in its `[sources]`.
+A profile is data: `shardline bench device --write mine.toml` measures one, and `profiles/` has those that ship with
+Shardline. A shipped profile names the source of every number in its `[sources]`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardline.registry import nearest
 
 PROFILES = Path(__file__).parent / "profiles"
 GIB = 2**30
-NARROW_HEADS = 0.35  # by which power a head of 64 or 96 is slower than one of 128
+NARROW_HEADS = 0.35  # attention on narrower heads slows down with this power of head_dim / 128
 HALF_RATE_LENGTH = 800  # tokens at which attention reaches half of its rate
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
 
@@ -30,8 +30,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
 class ProductRates:
     """Rates of matrix products in one type, FLOP/s."""
 
-    peak: float  # what the vendor states, dense: MFU counts against it
-    achieved: float  # the best shape by itself
+    peak: float  # the vendor's dense peak, which MFU is relative to
+    achieved: float  # with the best shape, measured alone
 
 
 class Link(NamedTuple):
@@ -39,7 +39,7 @@ class Link(NamedTuple):
 
     latency: float  # seconds of one hop
     bandwidth: float  # bytes/s that one rank sends in a ring
-    reduce: float = 1.0  # all-reduce over ring: NVLS and SHARP add in the switch
+    reduce: float = 1.0  # speedup of all-reduce over a ring: with NVLS and SHARP, the switch reduces
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Hardware:
     tile: tuple[int, int]  # rows and columns of a product that one multiprocessor computes at a time
     inner: float  # the inner size at which a product reaches half of its rate
     products: Mapping[str, ProductRates]
-    sustained: float  # share of `achieved` that is left in long steps, at the power limit
-    attention: Mapping[str, tuple[float, float]]  # kernel -> FLOP/s forward and backward, causal half counted
+    sustained: float  # share of `achieved` that remains in long steps, at the power limit
+    attention: Mapping[str, tuple[float, float]]  # kernel -> FLOP/s forward and backward, counting the causal half
     copy: float  # bytes/s that a kernel reads and writes
     kernel: float  # seconds that the shortest kernel takes
-    launch: float  # seconds in which the host starts a kernel
+    launch: float  # seconds that the host takes to start a kernel
     host_link: float  # bytes/s to and from host memory
     node: Link
     network: Link
@@ -66,7 +66,7 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def product_seconds(self, rows: float, columns: float, inner: float, dtype: str, count: float = 1) -> float:
-        """`count` products (rows, inner) x (inner, columns), run as one grouped product or batch.
+        """Return the seconds of `count` products (rows, inner) x (inner, columns), run as one grouped product or batch.
 
         A multiprocessor computes one tile at a time, and the last wave of tiles is rarely full.
         """
@@ -82,7 +82,7 @@ class Hardware:
         return max(flops / (found.achieved * self.sustained * max(fill, 1e-3)), moved / self.copy) + self.kernel
 
     def attention_seconds(self, flops: float, backward: bool, kernel: str, head_dim: int, length: int) -> float:
-        """`flops` are those of the half below the diagonal. A softmax costs the same however wide a head is."""
+        """Return seconds for the `flops` below the diagonal. The softmax costs the same however wide a head is."""
         rates = self.attention.get(kernel) or next(iter(self.attention.values()))
         fill = min(1.0, (head_dim / 128) ** NARROW_HEADS) * length / (length + HALF_RATE_LENGTH)
         return flops / (rates[backward] * self.sustained * fill) + self.kernel
@@ -95,7 +95,7 @@ class Hardware:
 
 
 def read_profile(path: Path) -> Hardware:
-    """A profile from a file; `extends` names one whose values it changes."""
+    """Read a profile from a file; `extends` names the profile whose values it changes."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -163,7 +163,7 @@ def profile_names() -> tuple[str, ...]:
 
 
 def find_profile(name: str) -> Hardware:
-    """The profile of a GPU by its name (`h100`, `NVIDIA H100 80GB HBM3`) or from a file."""
+    """Return the profile of a GPU by its name (`h100`, `NVIDIA H100 80GB HBM3`) or from a file."""
     if name.endswith(".toml") or "/" in name:
         return read_profile(Path(name))
     known = profile_for(name)
@@ -178,7 +178,7 @@ def find_profile(name: str) -> Hardware:
 
 @cache
 def profile_for(name: str) -> Hardware | None:
-    """The profile whose name is a word of the device's name, the longest such word first; None if there is none."""
+    """Return the profile with the longest name whose words all occur in the device's name; None if there is none."""
     plain = name.lower().replace("-", " ").replace("_", " ")
     parts = plain.split()
     words = {"".join(parts), *parts, *map("".join, itertools.pairwise(parts))}  # "RTX 4090" is rtx4090
@@ -194,7 +194,7 @@ NVIDIA = Path("/proc/driver/nvidia/gpus")  # read without waking a GPU
 
 
 def local_gpu() -> str | None:
-    """The name of this machine's first GPU, without starting anything on it; None where none is known or visible."""
+    """Return the name of this machine's first GPU without initializing CUDA; None if none is known or visible."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not NVIDIA.is_dir():
         return None
     for card in sorted(NVIDIA.glob("*/information")):

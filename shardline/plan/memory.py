@@ -1,14 +1,14 @@
-"""What the fullest rank holds at its peak: weights, gradients, optimizer state, activations, buffers.
+"""Peak memory of the fullest rank: weights, gradients, optimizer state, activations, buffers.
 
-A step has four moments that can be the fullest, and the largest counts:
+Memory can peak at four moments of a step, and the largest counts:
 
     loss        all layers' activations, the logits of one chunk, the head's weight and its gradient
-    backward    all layers' activations, what the last layer's backward works with, the head's gradient
-    the end     the gradients of all layers, and what the first layer's backward works with
+    backward    all layers' activations, the working memory of the last layer's backward, the head's gradient
+    the end     the gradients of all layers, and the working memory of the first layer's backward
     the update  every gradient
 
-What layers keep comes from a trace of the real block (`trace.py`). A pipeline rank holds as many micro-batches as its
-schedule has in flight; FSDP holds the gathered weights of three layers, and sums of gradients of two.
+A trace of the real block (`trace.py`) gives the activations that layers keep. A pipeline rank keeps them for as many
+micro-batches as its schedule has in flight. FSDP holds the gathered weights of three layers, and gradient sums of two.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from shardline.plan.trace import Kept
 from shardline.plan.traits import SHARDLINE
 from shardline.plan.work import Workload, adapter_parameters, expert_shards, layer_parameters
 
-GATHERED_LAYERS = 3  # the one that computes, the next one, and the buffer that the next one is copied from
-SUMMED_LAYERS = 2  # gradients that are being summed while the next ones are computed
-CHUNK_BYTES = {"cuda": 2**31, "cpu": 32 * 2**20}  # of logits: training/loss.py
-# Numbers of a token, in widths of the feed-forward part and of the stream, that a layer's backward works with.
+GATHERED_LAYERS = 3  # the current layer, the next one, and the buffer from which the next one is copied
+SUMMED_LAYERS = 2  # one layer's gradients are reduced while the next one's are computed
+CHUNK_BYTES = {"cuda": 2**31, "cpu": 32 * 2**20}  # of one chunk of logits: training/loss.py
+# Numbers per token in a layer's backward, in multiples of the feed-forward width and of the stream's width.
 WORKING = {"cuda": (4.0, 3.0), "cpu": (1.5, 3.0)}
-ENDS = {"cuda": 1.0, "cpu": 4.0}  # streams that the last norm and the loss keep
-SLICES = {"cuda": 0, "cpu": 3 * 4 * 2**20}  # of the softmax in float32; a GPU's kernel computes it in place
-FRAGMENTS = {"cuda": 0.02, "cpu": 0.0}  # of what the allocator reserves, beside what is in use
+ENDS = {"cuda": 1.0, "cpu": 4.0}  # copies of the stream that the last norm and the loss keep
+SLICES = {"cuda": 0, "cpu": 3 * 4 * 2**20}  # bytes of the softmax in float32, which a GPU kernel computes in place
+FRAGMENTS = {"cuda": 0.02, "cpu": 0.0}  # what the allocator reserves beyond the memory in use, as a share of it
 
-Table = dict[bool, dict[str, Kept]]  # whether a layer has experts -> how a block runs, or a policy -> what it keeps
+Table = dict[bool, dict[str, Kept]]  # whether it has experts -> way to run a block, or policy -> what it keeps
 KeptOf = Callable[[int], Table]  # by the tensor-parallel degree
 
 
@@ -55,7 +55,7 @@ class Memory:
 
 
 def peak_memory(workload: Workload, kept: KeptOf, device: str = "cuda", capacity: float | None = None) -> Memory:
-    """The memory of the fullest rank of the pipeline."""
+    """Return the memory of the fullest rank of the pipeline."""
     stages, ranks = cut(workload, SHARDLINE), workload.layout.pp
     places = range(ranks) if ranks <= 4 else (0, 1, ranks // 2, ranks - 1)
     placed = stages_of_ranks(workload.schedule, ranks, workload.stages_per_rank)
@@ -111,7 +111,7 @@ class _Rank:
     # ---- what stays --------------------------------------------------------------------------------------------------
 
     def _blocks(self) -> tuple[float, float]:
-        """(dense, expert) parameters of the layers here, before data parallelism shards them."""
+        """Return (dense, expert) parameters of the layers here, before data parallelism shards them."""
         dense = sum(stage.dense for stage in self.stages) * self.dense
         dense += sum(stage.experts for stage in self.stages) * self.mixed.dense
         return dense, sum(stage.experts for stage in self.stages) * self.mixed.experts
@@ -121,7 +121,7 @@ class _Rank:
         return self.table_size * (1 if ends == 2 and self.workload.arch.tie_word_embeddings else ends)
 
     def _own(self) -> float:
-        """Parameters that this rank keeps."""
+        """Return the number of parameters that this rank keeps."""
         dense, experts = self._blocks()
         return (dense + self._ends()) / self.shards + experts / self.expert_shards
 
@@ -146,11 +146,11 @@ class _Rank:
         return 0.0 if self.workload.cpu_offload else self._trained() * self.workload.state_bytes
 
     def _copies(self) -> float:
-        """The blocks' matrices in the compute type, which a rank alone keeps beside them."""
+        """Return the bytes of a second copy of the blocks' matrices, in the compute type, which a single rank keeps."""
         return sum(self._blocks()) * self.compute if self.workload.keeps_narrow else 0.0
 
     def _gradients(self) -> tuple[float, float]:
-        """Bytes of gradients before a backward pass, of earlier micro-batches, and after it."""
+        """Return the bytes of gradients before a backward pass (from earlier micro-batches) and after it."""
         workload = self.workload
         dense, experts = self._blocks()
         if workload.keeps_narrow:
@@ -166,19 +166,19 @@ class _Rank:
         return whole, whole
 
     def _last_gradients(self) -> float:
-        """Gradients that come after the first layer's backward has worked: the embedding's."""
+        """Return the bytes of the gradients that follow the first layer's backward: the embedding's."""
         return 0.0 if self.workload.lora_rank else self.first * self.table_size * self.storage / self.shards
 
     # ---- what comes and goes -----------------------------------------------------------------------------------------
 
     def _largest_layer(self) -> tuple[float, float]:
-        """(dense, expert) parameters of the largest layer here."""
+        """Return (dense, expert) parameters of the largest layer here."""
         if any(stage.experts for stage in self.stages):
             return self.mixed.dense, self.mixed.experts
         return self.dense, 0.0
 
     def _gathered(self) -> float:
-        """Weights that FSDP has gathered: of a few layers, or of all, and those outside of layers."""
+        """Return the bytes of weights that FSDP has gathered: of a few layers or all, and of what is outside layers."""
         workload = self.workload
         if not self.sharded and not workload.cpu_offload:
             return 0.0
@@ -191,7 +191,7 @@ class _Rank:
         return (layers * own + self._ends()) * width
 
     def _summed(self) -> float:
-        """Gradients on their way to the ranks that keep them."""
+        """Return the bytes of gradients on their way to the ranks that keep them."""
         workload = self.workload
         if not self.sharded or workload.lora_rank:
             return 0.0
@@ -212,12 +212,12 @@ class _Rank:
         return held / len(self.stages) * of_stages + ends * rows
 
     def _layer(self, with_experts: bool) -> float:
-        """What one layer keeps of one micro-batch under this run's policy."""
+        """Return the bytes that one layer keeps of one micro-batch under this run's policy."""
         ways, tokens, mode = self.table.get(with_experts, {}), self.workload.tokens, self.workload.recompute
         if not ways:
             return 0.0
         whole = ways[self._way()].bytes(tokens)
-        if self.workload.compute == "float8" and not with_experts:  # SwiGLU's result, which bfloat16 makes again
+        if self.workload.compute == "float8" and not with_experts:  # SwiGLU's result, which bfloat16 recomputes
             whole += tokens * self.workload.arch.ffn_dim / self.workload.layout.tp
         if mode == "offload":
             layers = sum(stage.dense + stage.experts for stage in self.stages)
@@ -232,9 +232,9 @@ class _Rank:
         return "compiled" if self.workload.compiled else "eager"
 
     def _working(self) -> float:
-        """What the backward of a layer works with: gradients around the widest product, and what is computed again.
+        """Return the working memory of a layer's backward: gradients around the widest product, and recomputed results.
 
-        A compiled block holds all of it until it ends; on a CPU each gradient takes the place of what it is of.
+        A compiled block holds all of it until it ends. On a CPU, each gradient takes the place of its tensor.
         """
         workload, arch, tp = self.workload, self.workload.arch, self.workload.layout.tp
         width = arch.ffn_dim if any(stage.dense for stage in self.stages) else 0
@@ -248,7 +248,7 @@ class _Rank:
         return workload.tokens * self.compute * numbers + max(0.0, again)
 
     def _layer_again(self, with_experts: bool) -> float:
-        """What a layer that is computed again keeps for its own backward, beyond what it has kept until then."""
+        """Return the bytes that a recomputed layer keeps for its own backward, beyond what it has kept until then."""
         if not any(stage.experts if with_experts else stage.dense for stage in self.stages):
             return 0.0
         return self.table[with_experts][self._way()].bytes(self.workload.tokens) - self._layer(with_experts)

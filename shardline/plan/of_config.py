@@ -1,4 +1,4 @@
-"""A config as a workload: what the keys of a run mean for its speed and memory."""
+"""Converts a config to a workload: what its keys mean for speed and memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardline.plan.traits import SHARDLINE, Traits
 from shardline.plan.work import Workload
 from shardline.precision.mixed import Precision, choose_precision
 
-KEPT_NUMBERS = {**MOMENTS, "Adafactor": 0, "Muon": 1}  # of each number of a matrix, as nearly all parameters are
+KEPT_NUMBERS = {**MOMENTS, "Adafactor": 0, "Muon": 1}  # for each number of a matrix, which nearly all parameters are
 STATE_BYTES = {"parameter": None, "bfloat16": 2.0, "int8": 1.016}
 BASE_BYTES = {"same": None, "nf4": 0.5 + 1 / 64, "int8": 1.0}
 
 
 def workload_of(config: Config, arch: Architecture, layout: Layout, device: str = "cuda") -> Workload:
-    """The workload of a checked config on this layout."""
+    """Return the workload of a checked config on this layout."""
     section, training, ac = config.parallelism, config.training, config.activation_checkpoint
     precision = precision_on(config, device)
     batch = global_batch(training, layout.data_ranks) // layout.data_ranks
@@ -96,7 +96,7 @@ def _stages_per_rank(config: Config, arch: Architecture, layout: Layout) -> int:
 
 
 def _cut(config: Config, arch: Architecture, layout: Layout) -> tuple[int, ...]:
-    """Layers of each stage where keys decide them."""
+    """Return the number of layers of each stage; empty without a pipeline."""
     from shardline.parallel.pipeline.stages import plan_pipeline
 
     if layout.pp == 1:
@@ -106,7 +106,7 @@ def _cut(config: Config, arch: Architecture, layout: Layout) -> tuple[int, ...]:
 
 
 def traits_for(workload: Workload, device: str = "cuda") -> Traits:
-    """How this trainer runs a workload: compiled or not, overlapped or not."""
+    """Return the traits with which this trainer runs a workload: compiled or not, overlapped or not."""
     changes: dict[str, float | str] = {}
     if not workload.compiled:
         changes |= {"moved": SHARDLINE.moved * 1.6, "host_layer": EAGER_LAYER}
@@ -117,15 +117,15 @@ def traits_for(workload: Workload, device: str = "cuda") -> Traits:
     return replace(SHARDLINE, **changes)  # type: ignore[arg-type]
 
 
-EAGER_LAYER = 1.1e-3  # seconds of the host for a layer that is not compiled, forward and backward
+EAGER_LAYER = 1.1e-3  # host seconds for a layer that is not compiled, forward and backward
 CPU_LAYER = 1e-3
 ASYNC_HIDDEN = 0.5  # docs/async-tp.md: 50 % and 46 % of the collectives' own time with two ranks on an H200
 
 
 def kept_by(config: Config, arch: Architecture, device: str = "cuda") -> KeptOf:
-    """What layers keep, traced once for each tensor-parallel degree."""
+    """Return a function that says what layers keep, traced once for each tensor-parallel degree."""
     precision = precision_on(config, device)
-    # Weights are traced in the compute type, as FSDP gives them; what casts of them cost is counted with the weights.
+    # Weights are traced in the compute type, in which FSDP provides them. The memory of casts counts with the weights.
     plain = Precision(precision.compute, precision.compute, precision.reduce)
 
     @functools.cache
@@ -133,19 +133,19 @@ def kept_by(config: Config, arch: Architecture, device: str = "cuda") -> KeptOf:
         alike = _plain(config, tp)
         try:
             return trace_layers(_alike(arch, _kinds(arch)), alike, tp, plain)
-        except ConfigError:  # keys name layers that so small a model lacks
+        except ConfigError:  # some keys name layers that the small model lacks
             return trace_layers(_alike(arch, arch.n_layers), alike, tp, plain)
 
     return table
 
 
 def _kinds(arch: Architecture) -> int:
-    """The fewest layers among which there is one of each kind."""
+    """Return the smallest number of layers that includes one of each kind."""
     return 1 if arch.moe is None else min(arch.n_layers, arch.moe.first_dense + arch.moe.every)
 
 
 def _alike(arch: Architecture, layers: int) -> Architecture:
-    """The architecture with so many layers; windows change no sizes."""
+    """Return the architecture with this many layers, without sliding windows, which change no sizes."""
     if arch.foreign is not None:
         return arch
     changes = {"sliding_window": None, "sliding_window_layers": None, "rope_layers": None, "attn_backend": "auto"}
@@ -153,7 +153,7 @@ def _alike(arch: Architecture, layers: int) -> Architecture:
 
 
 def _plain(config: Config, tp: int) -> Config:
-    """The config of a trace: this tensor-parallel degree and nothing else that changes how a block is built."""
+    """Return the config for a trace: this tensor-parallel degree and nothing else that changes how a block is built."""
     degrees = {
         "parallelism.tensor_parallel_degree": tp,
         "parallelism.data_parallel_shard_degree": 1,

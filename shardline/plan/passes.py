@@ -1,8 +1,8 @@
-"""How long one stage's forward and backward pass of a micro-batch take, and what of its communication is visible.
+"""How long one stage's passes take for one micro-batch, forward and backward, and how much communication is exposed.
 
-The device computes one kernel after another. Collectives of tensor, context and expert parallelism stand in that order,
-except for a share that a trainer hides. FSDP's run beside a layer: the next layer's weights are gathered and the last
-one's gradients summed while it computes, which slows it down, and what takes longer than the layer is visible.
+The device runs one kernel after another. Collectives of tensor, context and expert parallelism run between kernels,
+except for the share that a trainer hides. FSDP's collectives run beside a layer. While it computes, they gather the
+next layer's weights and sum the previous one's gradients. They slow it down, and their time beyond it is exposed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardline.plan.work import (
 
 Exposed = tuple[tuple[str, float], ...]  # seconds by axis
 NARROW = ("float8", "float4")
-ADAPTED = 0.01  # parameters of low rank, as a share of those that they are beside
+ADAPTED = 0.01  # LoRA's parameters, as a share of the frozen ones
 
 
 class Costs(NamedTuple):
@@ -41,7 +41,7 @@ class Costs(NamedTuple):
 
 
 class PartCosts(NamedTuple):
-    """Forward and backward of a layer, of the head, or of a stage; weight gradients are a part of backward."""
+    """Costs of a layer, the head or a stage; `weights` is the part of backward that computes weight gradients."""
 
     forward: Costs
     backward: Costs
@@ -49,7 +49,7 @@ class PartCosts(NamedTuple):
 
 
 def stage_passes(workload: Workload, stage: StageLayers, hardware: Hardware, traits: Traits) -> PartCosts:
-    """One stage's passes for one micro-batch."""
+    """Return the costs of one stage's passes for one micro-batch."""
     model = PassModel(workload, hardware, traits)
     parts = [(count, model.layer(kind)) for count, kind in ((stage.dense, False), (stage.experts, True)) if count]
     if stage.last:
@@ -81,7 +81,7 @@ def joined(*parts: Exposed) -> Exposed:
 
 
 class PassModel:
-    """The passes of a workload's parts on this hardware by this trainer."""
+    """Costs of a workload's parts on this hardware with this trainer."""
 
     def __init__(self, workload: Workload, hardware: Hardware, traits: Traits) -> None:
         self.workload, self.hardware, self.traits = workload, hardware, traits
@@ -117,7 +117,7 @@ class PassModel:
         )
 
     def _products(self, products: Sequence[MatrixProduct]) -> tuple[float, float, float]:
-        """Seconds of products, of the gradients of their inputs, and of their weights."""
+        """Return the seconds of products, of their input gradients, and of their weight gradients."""
         ahead = gradients = weights = 0.0
         for one in products:
             ahead += self._product(one)
@@ -134,7 +134,7 @@ class PassModel:
         return self.hardware.product_seconds(rows, columns, inner, kind, repeat) / rate
 
     def _attention(self, work: LayerWork) -> tuple[float, float]:
-        """Seconds forward and backward; where attention is several kernels, all scores of the square are moved."""
+        """Return seconds forward and backward; attention in several kernels also moves all scores of the square."""
         workload, traits, arch = self.workload, self.traits, self.workload.arch
         scores = work.attention / (arch.head_dim + arch.v_dim)
         spread = self.hardware.copy_seconds(scores * traits.score_bytes)
@@ -148,10 +148,10 @@ class PassModel:
         return self.hardware.copy_seconds(work.moved * passes)
 
     def _again(self, work: LayerWork, products: float, attention: float, moved: float) -> float:
-        """What backward computes again.
+        """Return the seconds that backward spends on recomputation.
 
-        By operation, the second product of each part is not kept; that of the feed-forward part ends the block, and
-        nothing needs it.
+        Checkpointing by operation does not keep the second product of each part. That of the feed-forward part ends
+        the block and is not needed again.
         """
         mode = self.workload.recompute
         if mode == "full":
@@ -163,7 +163,7 @@ class PassModel:
         return attention if mode == "attention" else 0.0
 
     def _host(self, with_experts: bool) -> float:
-        """Seconds in which the host starts a layer's kernels, forward and backward once."""
+        """Return the seconds that the host takes to start a layer's kernels for one forward and one backward pass."""
         traits, layout = self.traits, self.workload.layout
         host = traits.host_layer + (traits.host_experts if with_experts else 0.0)
         if layout.tp == 1:
@@ -175,26 +175,26 @@ class PassModel:
     # ---- communication -----------------------------------------------------------------------------------------------
 
     def _visible(self, sent: Sequence[Sent]) -> Exposed:
-        """What stays visible of a layer's collectives."""
+        """Return the exposed seconds of a layer's collectives."""
         traits = self.traits
         hidden = {"tp": traits.tp_hidden, "cp": traits.cp_hidden, "ep": traits.ep_hidden}
         return joined(*(((one.axis, self.seconds(*one) * (1 - hidden[one.axis])),) for one in sent))
 
     def seconds(self, axis: str, kind: str, size: float) -> float:
-        """The time of one collective over an axis."""
+        """Return the time of one collective over an axis."""
         group = collectives.axis_group(self.workload.layout, axis, self.hardware.per_node)
         if axis == "ep" and self.traits.ep_once:
             size *= self._distinct(group)
         return collectives.seconds(self.hardware, group, kind, size, self.traits.network, self.traits.delay)
 
     def _distinct(self, group: collectives.Group) -> float:
-        """The share of a token's rows that is left if it travels once to each node (or rank) that it goes to."""
+        """Return the share of a token's rows that remains if it is sent only once to each of its nodes (or ranks)."""
         assert self.workload.arch.moe is not None
         chosen, places = self.workload.arch.moe.top_k, group.nodes if group.nodes > 1 else group.ranks
         return min(1.0, places * (1 - (1 - 1 / places) ** chosen) / chosen)
 
     def _beside_gathers(self, with_experts: bool, ahead: float, back: float) -> tuple[float, float, Exposed, Exposed]:
-        """A layer's passes with FSDP's collectives beside them, and what is visible of these."""
+        """Return the seconds of a layer's passes beside FSDP's collectives, and the exposed seconds of these."""
         workload, layout = self.workload, self.workload.layout
         if workload.zero < 3 or layout.dp_shard * layout.cp == 1:
             return ahead, back, (), ()
@@ -214,7 +214,7 @@ class PassModel:
         return slower, max(0.0, carried - slower)
 
     def _layer_gathers(self, with_experts: bool) -> tuple[float, float]:
-        """Seconds to gather one layer's weights, and to sum its gradients."""
+        """Return the seconds that gathering one layer's weights and reducing its gradients take."""
         workload, layout, traits = self.workload, self.workload.layout, self.traits
         sizes = layer_parameters(workload.arch, with_experts, layout)
         gather = reduce = 0.0
@@ -232,7 +232,7 @@ class PassModel:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def head(self) -> PartCosts:
-        """The output layer, in the type of activations, and the loss."""
+        """Return the costs of the output layer, in the type of activations, and of the loss."""
         workload, traits, tp = self.workload, self.traits, self.workload.layout.tp
         one = head_product(workload)
         dtype = "bfloat16" if workload.compute in NARROW else workload.compute

@@ -1,6 +1,6 @@
-"""When the passes of a pipeline run: our own orders (`parallel/pipeline/orders.py`), with a time for each stage's pass.
+"""Simulates a pipeline: the executor's own orders (`parallel/pipeline/orders.py`), with a time for each stage's pass.
 
-A step with many micro-batches repeats itself, so a few rounds are simulated and the rest is extrapolated.
+With many micro-batches, a schedule repeats itself, so a few rounds are simulated and the rest is extrapolated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardline.parallel.pipeline.schedules import KINDS
 from shardline.parallel.pipeline.timeline import Action, needs
 
-ROUNDS = 3  # micro-batches for each rank that are simulated; a period is measured between the last two rounds
+ROUNDS = 3  # simulated micro-batches per rank; the last round shows how long each further one takes
 
 
 class Passes(NamedTuple):
@@ -20,18 +20,18 @@ class Passes(NamedTuple):
 
     forward: float
     backward: float
-    weights: float  # the part of backward that gives weight gradients, which some schedules compute apart
+    weights: float  # the part of backward that computes weight gradients, which some schedules run separately
 
 
 class PlannedActions(NamedTuple):
-    """A schedule in an order in which everything an action needs comes before it."""
+    """A schedule's actions in an order in which each comes after everything that it needs."""
 
     kinds: tuple[str, ...]
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
-    inputs: tuple[tuple[tuple[int, bool], ...], ...]  # positions, and whether they are on another rank
+    inputs: tuple[tuple[tuple[int, bool], ...], ...]  # positions of what it needs, and whether on another rank
     sends: tuple[bool, ...]  # whether another rank reads the result
-    in_flight: tuple[int, ...]  # most activations of one stage that each rank holds
+    in_flight: tuple[int, ...]  # the most activations, in units of one stage's, that each rank holds
 
 
 def pipeline_seconds(
@@ -43,7 +43,7 @@ def pipeline_seconds(
     transfer: float = 0.0,
     blocks: bool = False,
 ) -> float:
-    """The time from the first pass to the last. `blocks`: both ranks wait while something travels between them."""
+    """Return the time from the first pass to the last. With `blocks`, both ranks wait during a transfer."""
     if ranks == 1:
         return microbatches * sum(one.forward + one.backward for one in passes)
     few = ROUNDS * ranks
@@ -63,7 +63,7 @@ def _seconds(one: Passes) -> float:
 
 @lru_cache(maxsize=512)
 def stages_of_ranks(schedule: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank: in loops, or in a V."""
+    """Return the stages of each rank, placed in loops or in a V."""
     if ranks == 1:
         return (tuple(range(stages_per_rank)),)
     placement = KINDS[schedule].placement(ranks, stages_per_rank)
@@ -71,7 +71,7 @@ def stages_of_ranks(schedule: str, ranks: int, stages_per_rank: int) -> tuple[tu
 
 
 def held_microbatches(schedule: str, ranks: int, microbatches: int, stages_per_rank: int, rank: int) -> float:
-    """The most activations that a rank holds at once, in units of one of its stages' for one micro-batch."""
+    """Return the most activations that a rank holds at once, in units of one stage's for one micro-batch."""
     if ranks == 1:
         return 1.0
     few = min(microbatches, ROUNDS * ranks)

@@ -1,4 +1,4 @@
-"""What `shardline plan` prints: a table of layouts, the split of the best one's step and memory, why others lose."""
+"""What `shardline plan` prints: a table of layouts, the parts of the best one's step and memory, why others lose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardline.plan.simulate import StepTime
 from shardline.plan.work import Workload
 from shardline.run.device import flops_per_token
 
-# Of the layouts that check the planner (docs/planner.md), four of five are within these shares.
+# Four of five of the layouts that check the planner (docs/planner.md) are predicted within these errors.
 TIME_BAND = {"node": 0.10, "nodes": 0.20}
 MEMORY_BAND = 0.08
 PARTS = {
@@ -34,7 +34,7 @@ SCHEDULES = {"Interleaved1F1B": "int", "InterleavedZeroBubble": "zb", "ZBVZeroBu
 
 
 def name_of(workload: Workload) -> str:
-    """`fsdp 8 tp 4`, with names as users know them; `hsdp 4x8`: four copies of eight ranks each."""
+    """Return the layout in the words of users: `fsdp 8 tp 4`, or `hsdp 4x8` for four copies of eight ranks each."""
     layout, parts = workload.layout, []
     if layout.dp_replicate > 1:
         copies, shards = layout.dp_replicate, layout.dp_shard
@@ -58,7 +58,7 @@ def parts_of(time: StepTime) -> dict[str, float]:
 
 
 def mfu(problem: PlanProblem, candidate: Candidate) -> float:
-    """By torchtitan's convention, against the peak for bfloat16; frozen weights have no gradient of their own."""
+    """Return MFU by torchtitan's convention, against the peak for bfloat16; frozen weights compute no gradient."""
     flops = flops_per_token(problem.arch, candidate.workload.seq_len)
     if candidate.workload.lora_rank:
         flops -= 2 / 6 * flops_per_token(problem.arch, 0)
@@ -117,7 +117,7 @@ def _memory_lines(memory: Memory, room: float) -> Iterator[str]:
 
 
 def memory_words(memory: Memory) -> str:
-    """The parts, in GiB, those below a thousandth of all left out."""
+    """Return the parts in GiB, except those below a thousandth of the total."""
     sizes = {name: getattr(memory, name) for name in MEMORY_NAMES}
     parts = [f"{name} {_gib(size)}" for name, size in sizes.items() if size > memory.total / 1000]
     return "\n  ".join(textwrap.wrap(", ".join(parts), 76))
@@ -141,7 +141,7 @@ def _cost_lines(best: Candidate, options: dict[str, Any]) -> Iterator[str]:
 
 
 def why(best: Candidate, other: Candidate) -> str:
-    """In which part of a step the other one is worse, for each token."""
+    """Say in which part of a step the other candidate loses most time per token."""
     here, there = (_per_token(one) for one in (best, other))
     slower = 1 - other.tokens_per_second / best.tokens_per_second
     worse = {part: there.get(part, 0.0) - here.get(part, 0.0) for part in {*here, *there}}
@@ -154,7 +154,7 @@ def why(best: Candidate, other: Candidate) -> str:
 
 
 def _computation(best: Workload, other: Workload) -> str:
-    """Why the same model computes longer."""
+    """Say why the same model takes longer to compute."""
     if other.recompute != best.recompute and other.recompute != "none":
         return "it computes activations again"
     if other.layout.pp * other.stages_per_rank > best.layout.pp * best.stages_per_rank:

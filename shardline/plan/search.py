@@ -1,8 +1,8 @@
-"""The best layouts of a number of GPUs: candidates that fit, simulated and ranked.
+"""Finds the best layouts for a number of GPUs: simulates and ranks the candidates that fit.
 
-Candidates are all degrees, splits of the data ranks, micro-batches and schedules that divide evenly. Each takes the
-least recomputation with which it fits. What is cheap comes first: memory, then the step's time without a simulation of
-the pipeline, and the simulation for those that can still be among the best.
+Candidates are all combinations of degrees, splits of the data ranks, micro-batches and schedules that divide evenly.
+Each uses the least recomputation with which it fits. Cheap predictions come first: memory, then the step's time without
+a simulation of the pipeline, and finally the simulation for those that can still be among the best.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shardline.plan.of_config import traits_for, workload_of
 from shardline.plan.simulate import StepTime, step_time
 from shardline.plan.work import Workload
 
-RECOMPUTE = ("none", "op", "full")  # from the fastest to the smallest
+RECOMPUTE = ("none", "op", "full")  # from the fastest to the one that keeps least
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4))
 SPLIT_SCHEDULES = (("ZBVZeroBubble", 2), ("InterleavedZeroBubble", 2))  # not with compiled blocks
 LARGEST_MICRO_BATCH = 16  # sequences
-SHORTEST_SLICE = 4096  # tokens that a context-parallel rank should have
-MARGIN = 0.95  # of the room: predictions are off by a few percent
-SIMULATED = 60  # candidates for each one that is shown
+SHORTEST_SLICE = 4096  # tokens that a context-parallel rank should have at least
+MARGIN = 0.95  # share of the room to plan for: predictions are off by a few percent
+SIMULATED = 60  # candidates to simulate for every ten layouts to show
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what it needs and how long its step takes."""
+    """A layout with its memory and the time of its step."""
 
     workload: Workload
     memory: Memory
@@ -47,31 +47,31 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """On each GPU."""
+        """Tokens per second on each GPU."""
         return self.workload.step_tokens / self.time.total / self.ranks
 
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """What is searched for: a model and a batch on this many devices of one kind."""
+    """The input of a search: a model and a batch on a number of devices of one kind."""
 
     config: Config
     arch: Architecture
     hardware: Hardware
     ranks: int
-    global_batch: int  # sequences of a step
+    global_batch: int  # sequences per step
     fixed: Mapping[str, Any]  # keys that the user has set on the command line
     kept: KeptOf
     device: str = "cuda"
 
     @property
     def room(self) -> float:
-        """Bytes that a rank may need."""
+        """Bytes that a rank may use."""
         return self.hardware.memory - self.hardware.allowance
 
 
 def search(problem: PlanProblem, top: int, goal: str = "speed") -> list[Candidate]:
-    """The best candidates, best first; none if nothing fits."""
+    """Return the best candidates, best first; none if nothing fits."""
     bounded = []
     for number, workload in enumerate(candidates(problem)):
         fitted = _fitted(problem, workload, goal)
@@ -100,13 +100,13 @@ def memory_of(problem: PlanProblem, workload: Workload) -> Memory:
 
 
 def _bound(problem: PlanProblem, workload: Workload) -> float:
-    """The step's time with the bubble of a closed form in place of the simulation."""
+    """Return the step's time with a closed form of the bubble in place of the simulation."""
     traits = traits_for(workload, problem.device)
     return step_time(workload, problem.hardware, traits, simulated=False).total
 
 
 def _fitted(problem: PlanProblem, workload: Workload, goal: str) -> tuple[Workload, Memory] | None:
-    """The workload with the least recomputation with which it fits; the most for the goal `memory`."""
+    """Return the workload with the least recomputation that makes it fit, or the most for the goal `memory`."""
     modes: Iterable[str] = RECOMPUTE if "activation_checkpoint.mode" not in problem.fixed else (workload.recompute,)
     for mode in reversed(list(modes)) if goal == "memory" else modes:
         chosen = replace(workload, recompute=mode)
@@ -117,7 +117,7 @@ def _fitted(problem: PlanProblem, workload: Workload, goal: str) -> tuple[Worklo
 
 
 def _allowed(problem: PlanProblem, found: list[Candidate], top: int) -> list[Candidate]:
-    """The first candidates that the rules of the config allow and that differ in more than a detail."""
+    """Return the first candidates that the config's rules allow and that differ in more than a detail."""
     allowed: list[Candidate] = []
     seen = set()
     for candidate in found:
@@ -163,7 +163,7 @@ def candidates(problem: PlanProblem) -> Iterator[Workload]:
 
 
 def _base(problem: PlanProblem) -> Workload:
-    """The workload of the config on one rank, from which candidates differ in layout, batch and schedule."""
+    """Return the config's workload on one rank; candidates differ from it in layout, batch and schedule."""
     plain = {f"parallelism.{key}": 1 for key in KEYS.values()} | {
         "parallelism.expert_parallel_degree": 1,
         "parallelism.expert_tensor_parallel_degree": 1,
@@ -199,7 +199,7 @@ def _schedules(problem: PlanProblem, workload: Workload) -> Iterator[Workload]:
 
 
 def _sizes(problem: PlanProblem, local: int) -> list[int]:
-    """Sequences of a micro-batch: what divides a rank's part of the batch, powers of two and the whole."""
+    """Return sequences per micro-batch: the fixed number, or powers of two that divide a rank's part of the batch."""
     fixed = problem.fixed.get("training.local_batch_size")
     if fixed is not None:
         return [int(fixed)] if local % int(fixed) == 0 else []
@@ -208,7 +208,7 @@ def _sizes(problem: PlanProblem, local: int) -> list[int]:
 
 
 def layouts(problem: PlanProblem) -> Iterator[Layout]:
-    """Every layout of the ranks that the model can be cut for, and that the fixed keys allow."""
+    """Yield every layout of the ranks for which the model can be cut and which the fixed keys allow."""
     arch, ranks = problem.arch, problem.ranks
     per_node = problem.hardware.per_node
     for tp in _divisors(ranks, problem.fixed, "tp"):
@@ -249,7 +249,7 @@ def _can_slice(problem: PlanProblem, cp: int, tp: int) -> bool:
 
 
 def _shards(data: int, inner: int, per_node: int, fixed: Mapping[str, Any]) -> list[int]:
-    """Ranks that share a copy: all, those of a node, or none."""
+    """Return how many ranks may share a copy of the weights: all, those of a node, or one."""
     given = fixed.get("parallelism.data_parallel_shard_degree")
     if given not in (None, -1):
         return [int(given)] if data % int(given) == 0 else []
@@ -278,7 +278,7 @@ def _with_experts(problem: PlanProblem, layout: Layout) -> Iterator[Layout]:
 
 
 def config_of(problem: PlanProblem, workload: Workload) -> Config:
-    """The config with the keys of a candidate."""
+    """Return the config with the keys of a candidate."""
     return problem.config.replace(changes_of(problem, workload))
 
 
@@ -310,7 +310,7 @@ def changes_of(problem: PlanProblem, workload: Workload) -> dict[str, Any]:
 
 
 def _layers_per_stage(workload: Workload) -> int | None:
-    """The key that gives a rank more stages than its schedule's fewest; None leaves the number to the schedule."""
+    """Return the value of the key that gives a rank more stages than its schedule's minimum, None if not needed."""
     if workload.stages_per_rank <= 2:
         return None
     stages = workload.layout.pp * workload.stages_per_rank

@@ -1,7 +1,7 @@
 """How long a step takes: the passes of every stage, the pipeline around them, sums of gradients, and the update.
 
-A rank has three clocks: the device computes, the links carry, and the host starts kernels. passes.py says what one
-stage's pass takes, pipeline.py when each pass of a schedule runs; docs/planner.md says what is assumed.
+A rank has three clocks: the device computes, the links transfer data, and the host starts kernels. passes.py predicts
+how long one stage's pass takes, and pipeline.py when each pass of a schedule runs; docs/planner.md has the assumptions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardline.plan.stages import StageLayers, cut, stage_parameters
 from shardline.plan.traits import Traits
 from shardline.plan.work import NUMBER, Workload, expert_shards
 
-HOST_UPDATE = 0.68e-9  # seconds that a host updates a parameter in (docs/memory.md: CPU offload on an H200's machine)
-SHARP = 8.0  # how sharply the slower of device and host decides: the norm in which their times are combined
+HOST_UPDATE = 0.68e-9  # seconds in which a host updates one parameter (docs/memory.md: CPU offload, H200 machine)
+SHARP = 8.0  # the p of the p-norm of device and host times; the higher it is, the more the slower one decides
 
 
 @dataclass
 class StepTime:
-    """Seconds of a step on the rank that computes longest, and what they consist of."""
+    """Seconds of a step on the rank that computes longest, and their parts."""
 
     total: float
     compute: float
@@ -34,7 +34,7 @@ class StepTime:
 
 
 def step_time(workload: Workload, hardware: Hardware, traits: Traits, simulated: bool = True) -> StepTime:
-    """Without `simulated`, the pipeline's bubble is that of equal stages, in closed form."""
+    """Return the time of a step. Without `simulated`, the bubble comes from a closed form for equal stages."""
     layout, n = workload.layout, workload.micro_batches
     stages = cut(workload, traits)
     costs = {stage: stage_passes(workload, stage, hardware, traits) for stage in set(stages)}
@@ -70,7 +70,7 @@ def _busy(passes: Sequence[Passes], held: Sequence[int]) -> float:
 
 
 def _seconds(costs: Costs) -> float:
-    """A pass takes as long as the slower of device and host."""
+    """Return the seconds of a pass: about those of the slower of device and host."""
     device = costs.compute + sum(seconds for _, seconds in costs.exposed)
     if costs.host <= 0:
         return device
@@ -79,7 +79,7 @@ def _seconds(costs: Costs) -> float:
 
 
 def _transfer_seconds(workload: Workload, hardware: Hardware, traits: Traits) -> float:
-    """The time in which activations reach the next stage."""
+    """Return the seconds that activations take to reach the next stage."""
     if workload.layout.pp == 1:
         return 0.0
     group = collectives.axis_group(workload.layout, "pp", hardware.per_node)
@@ -89,9 +89,9 @@ def _transfer_seconds(workload: Workload, hardware: Hardware, traits: Traits) ->
 
 
 def _sum_seconds(workload: Workload, stage: StageLayers, passes: Passes, hardware: Hardware, traits: Traits) -> float:
-    """What is visible of sums of gradients at the end of a step, beside those of FSDP's layers.
+    """Return the exposed seconds of gradient sums at the end of a step, apart from those of FSDP's layers.
 
-    They run beside the last backward pass, except for what comes last, where the trainer can hide them.
+    Where the trainer can hide them, they run beside the last backward pass, except for the last layer's.
     """
     sent = _sums(workload, stage, traits)
     reached = traits.network * (traits.scattered if workload.zero in (1, 2) else 1.0)
@@ -107,7 +107,7 @@ def _sum_seconds(workload: Workload, stage: StageLayers, passes: Passes, hardwar
 
 
 def _sums(workload: Workload, stage: StageLayers, traits: Traits) -> list[tuple[str, str, float]]:
-    """(axis, collective, bytes) of a stage's gradients, and of the weights that ZeRO gathers after the update."""
+    """Return (axis, collective, bytes) of a stage's gradients, and of weights that ZeRO gathers after the update."""
     layout, (dense, experts) = workload.layout, stage_parameters(workload, stage)
     share = ADAPTED if workload.lora_rank else 1.0
     reduced = [size * share * traits.reduce_bytes for size in (dense, experts)]

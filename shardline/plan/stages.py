@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has, and how many parameters: by our own rule, evenly, or by another trainer's."""
+"""Cuts a model into pipeline stages (by our own rule, evenly, or by another trainer's) and counts their parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardline.plan.work import Workload, attention_shapes, expert_layers, feed_
 
 
 class StageLayers(NamedTuple):
-    """What one pipeline stage has."""
+    """The layers of one pipeline stage."""
 
     dense: int
     experts: int
@@ -25,7 +25,7 @@ class StageLayers(NamedTuple):
 
 
 def cut(workload: Workload, traits: Traits) -> list[StageLayers]:
-    """The layers of each stage, those with experts spread evenly."""
+    """Return the layers of each stage, those with experts spread evenly."""
     arch = workload.arch
     counts = workload.layers_of_stages or CUTS[traits.cut](workload)
     experts, done, found = expert_layers(arch), 0, []
@@ -43,29 +43,29 @@ def even(workload: Workload) -> tuple[int, ...]:
 
 
 def balanced(workload: Workload) -> tuple[int, ...]:
-    """Our own cut by weight; an architecture's hash would cost more than its cut."""
+    """Return our own cut by weight, cached by the architecture's id: its hash would cost more than the cut."""
     arch, count = workload.arch, workload.layout.pp * workload.stages_per_rank
     _, found = _cuts.setdefault(id(arch), (arch, {}))
     key = (workload.seq_len, count)
     if key not in found:
-        from shardline.parallel.pipeline.stages import balanced_layers  # needs torch
+        from shardline.parallel.pipeline.stages import balanced_layers  # imports torch
 
         found[key] = tuple(len(own) for own in balanced_layers(arch, workload.seq_len, count))
     return found[key]
 
 
-# By the architecture's id, which no other one has while it is held here.
+# By the architecture's id, which stays unique because the architecture is held here.
 _cuts: dict[int, tuple[Architecture, dict[tuple[int, int], tuple[int, ...]]]] = {}
 
 
 def by_costs(workload: Workload, above: bool = False) -> tuple[int, ...]:
-    """A stage ends with the block that brings the sum of costs to its share of them, or `above` it."""
+    """Return the layers of each stage; it ends with the block that brings costs to its share, or `above` it."""
     layers = range(1, 1 + workload.arch.n_layers)
     return tuple(sum(block in layers for block in held) for held in blocks_by_costs(workload, above))
 
 
 def blocks_by_costs(workload: Workload, above: bool = False) -> list[list[int]]:
-    """The blocks of each stage: embedding, layers, norm, output layer, cast and loss, of which some cost nothing."""
+    """Return the blocks of each stage: embedding, layers, norm, output layer, cast and loss; some cost nothing."""
     arch, ranks = workload.arch, workload.layout.pp
     layer = sum(columns * inner for columns, inner in (*attention_shapes(arch), *feed_forward_shapes(arch, False)))
     costs = [0, *[layer] * arch.n_layers, 0, arch.vocab_size * arch.dim, 0, 0]
@@ -89,7 +89,7 @@ CUTS: dict[str, Callable[[Workload], tuple[int, ...]]] = {
 
 
 def stage_parameters(workload: Workload, stage: StageLayers) -> tuple[float, float]:
-    """(dense, expert) parameters of a stage on a rank, before data parallelism shards them."""
+    """Return (dense, expert) parameters of a stage on a rank, before data parallelism shards them."""
     arch, layout = workload.arch, workload.layout
     dense, mixed = (layer_parameters(arch, with_experts, layout) for with_experts in (False, True))
     tables = stage.first + stage.last

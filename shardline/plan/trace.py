@@ -1,11 +1,11 @@
 """What a layer keeps for its backward: the real block runs on tensors without memory, and what autograd saves counts.
 
-Every tensor is known by the operation that made it, so that one trace answers for three ways to run a block:
+The trace records which operation made each tensor, so it covers three ways to run a block:
 
-    cpu        what autograd saves, as it is
-    eager      on a GPU: norms and SwiGLU are kernels that keep their input and make the rest again
-    compiled   of what is saved, the results of products, attention and collectives, and the block's input: the compiler
-               makes again whatever follows from them by elementwise work
+    cpu        everything that autograd saves
+    eager      on a GPU: norms and SwiGLU are kernels that keep their input and recompute the rest
+    compiled   the results of products, attention and collectives from which the saved tensors follow, and the block's
+               input: the compiler recomputes elementwise operations
 
 Selective checkpointing by operation keeps the block's input and what its policy (`memory/activation.py`) saves.
 """
@@ -36,10 +36,10 @@ from shardline.models.feed_forward import columns
 from shardline.parallel.apply import make_model
 from shardline.precision.mixed import Precision
 
-# Parts of the names of operations whose results the compiler keeps rather than computes again.
+# Parts of the names of operations whose results the compiler keeps instead of recomputing them.
 COSTLY = ("mm", "linear", "attention", "c10d", "shardline::")
-WAYS = ("cpu", "eager", "compiled", "op", "full")  # the last two are policies, however a block runs
-TOKENS = 256  # of the shorter of two traces: what grows with tokens is told from what does not
+WAYS = ("cpu", "eager", "compiled", "op", "full")  # the last two are policies, the same for every way to run a block
+TOKENS = 256  # of the shorter of two traces; their difference shows which memory grows with tokens
 
 
 class Kept(NamedTuple):
@@ -53,9 +53,9 @@ class Kept(NamedTuple):
 
 
 def trace_layers(arch: Architecture, config: Config, tp: int, precision: Precision) -> dict[bool, dict[str, Kept]]:
-    """What layers keep on a rank of `tp`, by whether they have experts, for each way to run and each policy.
+    """Return what layers without and with experts keep on one of `tp` ranks, for each way to run and each policy.
 
-    Ranks that split sequences or experts keep the same of each of their tokens.
+    Context and expert parallelism do not change what a rank keeps of each of its tokens.
     """
     kinds, layout = _one_layer_of_each(arch), Layout(tp=tp)
     config = config.replace({"activation_checkpoint.mode": "none", "compile.enable": False})
@@ -95,7 +95,7 @@ def _trace(
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """What a build logs is not about the run."""
+    """Silence the log: messages from building the traced model do not concern the run."""
     log = logging.getLogger("shardline")
     before, log.disabled = log.disabled, True
     try:
@@ -107,7 +107,7 @@ def _silent() -> Iterator[None]:
 def _kept(model: Decoder, block: Block, layout: Layout, tokens: int) -> dict[str, float]:
     spec = block.spec
     found = _run(model, block, layout, tokens).kept(("cpu",))
-    if spec.ffn_products.column is columns:  # for which the CPU has a function of its own
+    if spec.ffn_products.column is columns:  # a partial avoids the function that only a CPU uses
         block.spec = spec._replace(ffn_products=spec.ffn_products._replace(column=functools.partial(columns)))
     found |= _run(model, block, layout, tokens).kept(WAYS[1:])
     block.spec = spec
@@ -115,7 +115,7 @@ def _kept(model: Decoder, block: Block, layout: Layout, tokens: int) -> dict[str
 
 
 def _run(model: Decoder, block: Block, layout: Layout, tokens: int) -> Tape:
-    """The forward pass of one block over one sequence."""
+    """Return the tape of one block's forward pass over one sequence."""
     dtype, numbers = model.compute_dtype or torch.float32, torch.zeros(1, tokens, dtype=torch.int64)
     cos, sin, *_ = model._rope(numbers, None, None)
     mask = make_masks(model.arch, numbers, dtype, None, None)[block.window]
@@ -138,7 +138,7 @@ def _storage(x: Tensor) -> int:
 
 
 class Tape(TorchDispatchMode):
-    """Records what made each tensor, and which tensors autograd saved."""
+    """Records which operation made each tensor, and which tensors autograd saved."""
 
     def __init__(self, x: Tensor, parameters: set[int]) -> None:
         super().__init__()
@@ -146,11 +146,11 @@ class Tape(TorchDispatchMode):
         self.parameters, self.out = parameters, -1
         self.sizes: dict[int, int] = {first: x.untyped_storage().nbytes()}
         self.roots: dict[int, frozenset[int]] = {first: frozenset([first])}  # costly results that a tensor follows from
-        self.narrow: dict[int, int] = {}  # wide copy -> what it was copied from
+        self.narrow: dict[int, int] = {}  # float32 copy -> what it was copied from
         self.wide: set[int] = set()
-        self.gated: set[int] = set()  # SwiGLU's middle
+        self.gated: set[int] = set()  # intermediate results of SwiGLU
         self.saved: dict[int, Tensor] = {}
-        self.alive: list[Tensor] = []  # so that no storage is used twice
+        self.alive: list[Tensor] = []  # so that no storage's address is reused
         self.policy: set[int] = {first}  # what selective checkpointing by operation keeps
         self.products = 0
 
@@ -166,7 +166,7 @@ class Tape(TorchDispatchMode):
         name, read = func.name(), [_storage(x) for x in given]
         costly = any(part in name for part in COSTLY)
         self._apply_policy(func, args, made)
-        for x in given if name.startswith("c10d") else ():  # a collective fills a tensor that was there before
+        for x in given if name.startswith("c10d") else ():  # a collective writes into an existing tensor
             self.roots[_storage(x)] = frozenset([_storage(x)])
         for x in made:
             key = _storage(x)
@@ -196,7 +196,7 @@ class Tape(TorchDispatchMode):
         self.policy |= {_storage(x) for x in made}
 
     def kept(self, ways: tuple[str, ...]) -> dict[str, float]:
-        """Bytes that stay until backward; weights do not count, nor the block's result, the next block's input."""
+        """Return the bytes kept until backward, except weights and the block's result (the next block's input)."""
         saved = {key for key in self.saved if key in self.sizes}
         keys = {
             "cpu": saved,

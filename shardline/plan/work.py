@@ -40,36 +40,36 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """A run, as far as its speed and memory depend on it."""
+    """The properties of a run on which its speed and memory depend."""
 
     arch: Architecture
     layout: Layout
     seq_len: int
     micro_batch: int  # sequences of one data rank in one forward pass
     micro_batches: int  # forward passes of a step
-    zero: int = 3  # what dp_shard ranks share: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights
+    zero: int = 3  # what dp_shard ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights
     schedule: str = "1F1B"
     stages_per_rank: int = 1
-    recompute: str = "none"  # none, op, full, attention, offload, or every n-th layer: a number
+    recompute: str = "none"  # none, op, full, attention, offload, or a number n: every n-th layer
     compute: str = "bfloat16"
     experts_compute: str = "bfloat16"
     storage: str = "float32"  # of weights
     activations: str = "bfloat16"  # the type of the stream between products
-    keeps_narrow: bool = False  # a rank alone keeps weights in the compute type, too
+    keeps_narrow: bool = False  # a single rank also keeps weights in the compute type
     offload_every: int = 1
     sequence_parallel: bool = True
     async_tp: bool = False
     compiled: bool = True
     reshard: bool = True  # FSDP frees gathered weights between forward and backward
-    ring: bool = False  # context parallelism passes keys around; else it gathers them
+    ring: bool = False  # context parallelism passes keys around a ring; otherwise it gathers them
     reduce_each: bool = False  # gradients are summed after each micro-batch
     cpu_offload: bool = False
     early_step: bool = False
-    state_bytes: float = 8  # what the optimizer keeps of a parameter
-    lora_rank: int = 0  # above 0: matrices of low rank are trained beside frozen weights
-    base_bytes: float = 2  # of a frozen weight
+    state_bytes: float = 8  # bytes of optimizer state per parameter
+    lora_rank: int = 0  # above 0: LoRA's matrices are trained beside frozen weights
+    base_bytes: float = 2  # bytes of each frozen weight
     causal: bool = True
-    layers_of_stages: tuple[int, ...] = ()  # where another trainer cuts stages by a rule of its own
+    layers_of_stages: tuple[int, ...] = ()  # if empty, `Traits.cut` decides
 
     @property
     def tokens(self) -> float:
@@ -90,14 +90,14 @@ class Workload:
 
 
 class Sizes(NamedTuple):
-    """Parameters of one rank's part of a layer, of the embedding and of the output layer with its norm."""
+    """Parameters of one rank's part of a layer."""
 
     dense: float  # attention, norms, feed-forward part or shared expert
     experts: float
 
 
 def layer_parameters(arch: Architecture, with_experts: bool, layout: Layout) -> Sizes:
-    """Parameters of one layer on a rank, before data parallelism shards them."""
+    """Return the parameters of one layer on a rank, before data parallelism shards them."""
     products = [*attention_shapes(arch), *feed_forward_shapes(arch, with_experts)]
     norms = 2 * arch.dim * (2 if arch.norm_places == "both" else 1)
     dense = sum(columns * inner for columns, inner in products) / layout.tp + norms
@@ -109,17 +109,17 @@ def layer_parameters(arch: Architecture, with_experts: bool, layout: Layout) -> 
 
 
 def expert_cut(layout: Layout) -> int:
-    """Among how many ranks the experts' matrices are cut, before data parallelism shards them."""
+    """Return the number of ranks that split the experts' matrices, before data parallelism shards them."""
     return layout.ep * (layout.tp if routes_together(layout) else 1)
 
 
 def expert_shards(layout: Layout) -> int:
-    """Among how many ranks data parallelism shards them."""
+    """Return the number of ranks over which data parallelism shards the experts' matrices."""
     return layout.dp_shard * layout.cp * layout.tp // expert_cut(layout)
 
 
 def attention_shapes(arch: Architecture) -> Iterator[tuple[int, int]]:
-    """(columns, inner) of the products of attention."""
+    """Yield (columns, inner) of the products of attention."""
     if arch.latent is not None:
         yield from _latent_shapes(arch, arch.latent)
     else:
@@ -139,7 +139,7 @@ def _latent_shapes(arch: Architecture, latent: LatentAttention) -> Iterator[tupl
 
 
 def feed_forward_shapes(arch: Architecture, with_experts: bool) -> Iterator[tuple[int, int]]:
-    """(columns, inner) of the feed-forward part, or of the shared expert beside experts."""
+    """Yield (columns, inner) of the feed-forward part, or in a layer with experts, of the shared expert."""
     width = arch.ffn_dim
     if with_experts and arch.moe is not None:
         width = arch.moe.shared_dim
@@ -149,9 +149,9 @@ def feed_forward_shapes(arch: Architecture, with_experts: bool) -> Iterator[tupl
 
 
 def adapter_parameters(arch: Architecture, rank: int) -> float:
-    """Parameters of low rank beside the linear layers of one layer."""
+    """Return the number of LoRA parameters beside the linear layers of one layer."""
     shapes = [*attention_shapes(arch), *feed_forward_shapes(arch, False)]
-    extra = 2 * 1 + (1 if arch.gated else 0)  # fused products have matrices for each of their parts
+    extra = 2 * 1 + (1 if arch.gated else 0)  # fused products have LoRA matrices for each of their parts
     return float(rank * (sum(columns + inner for columns, inner in shapes) + extra * arch.dim))
 
 
@@ -166,11 +166,11 @@ class LayerWork(NamedTuple):
     """The forward pass of one layer for one micro-batch on one rank."""
 
     products: tuple[MatrixProduct, ...]
-    attention: float  # FLOPs, with a causal mask half of the square
-    moved: float  # bytes that kernels between the products read and write, if each is fused as far as it can be
+    attention: float  # FLOPs; with a causal mask, those of half of the square
+    moved: float  # bytes that kernels between the products read and write, if fused as far as possible
     sent: tuple[Sent, ...]
     sent_backward: tuple[Sent, ...]
-    out_of_heads: int  # which product goes from attention back to the stream
+    out_of_heads: int  # index of the product from attention back to the stream
 
 
 def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
@@ -187,9 +187,9 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
     width = arch.ffn_dim if not with_experts or arch.moe is None else arch.moe.shared_dim
     moved = 10.0 * stream / workload.stream_share  # two norms, two sums
     moved += tokens * NUMBER / tp * (2.0 * heads + (3.0 if arch.gated else 2.0) * width)
-    if workload.lora_rank:  # matrices of low rank read each product's input and change its result
+    if workload.lora_rank:  # LoRA's matrices read each product's input and change its result
         moved += NUMBER * sum(one.rows * (one.inner + one.columns) for one in products)
-    if workload.base_bytes < NUMBER:  # codes are read, and weights written and read, in both passes
+    if workload.base_bytes < NUMBER:  # both passes read codes, and write and read weights
         moved += 2 / 3 * sum(one.columns * one.inner for one in products) * (workload.base_bytes + 2 * NUMBER)
     sent, back = _tensor_parallel(workload, stream)
     extra_sent, extra_back = _context_parallel(workload)
@@ -209,7 +209,7 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
 
 
 def kept_numbers(workload: Workload, work: LayerWork) -> float:
-    """Numbers that a layer keeps, about: the stream twice, and the results of its first products and attention."""
+    """Return about how many numbers a layer keeps: the stream twice, and results of first products and attention."""
     arch, tokens, tp = workload.arch, workload.tokens, workload.layout.tp
     wide = sum(one.rows * one.columns * one.repeat for one in work.products if one.columns != arch.dim)
     return wide + tokens * (2 * arch.dim / workload.stream_share + arch.n_heads * arch.v_dim / tp)
@@ -218,13 +218,13 @@ def kept_numbers(workload: Workload, work: LayerWork) -> float:
 def _cut_products(
     shapes: Iterator[tuple[int, int]], tokens: float, tp: int, dim: int
 ) -> Iterator[tuple[float, float, float]]:
-    """Columns are cut where a product reads the stream, rows where it writes to it."""
+    """Yield (rows, columns, inner) on a rank: columns are cut if it reads the stream, `inner` if it writes to it."""
     for columns, inner in shapes:
         yield (tokens, columns, inner / tp) if columns == dim and inner != dim else (tokens, columns / tp, inner)
 
 
 def _seen(workload: Workload) -> float:
-    """Keys that a query sees on average, over the layers."""
+    """Return how many keys a query sees on average over the layers."""
     arch, length = workload.arch, float(workload.seq_len)
     whole = length / 2 if workload.causal else length
     if arch.sliding_window is None or arch.sliding_window >= length:
