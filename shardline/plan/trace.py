@@ -33,7 +33,7 @@ from shardline.models.attention import make_masks
 from shardline.models.decoder import Block, Decoder
 from shardline.models.dtensor import local
 from shardline.models.feed_forward import columns
-from shardline.parallel.apply import make_model
+from shardline.parallel.apply import make_model, tensor_plan
 from shardline.precision.mixed import Precision
 
 # Parts of the names of operations whose results the compiler keeps instead of recomputing them.
@@ -90,7 +90,9 @@ def _trace(
             for module in model.modules():
                 module.to_empty(device="cpu", recurse=False)
             model.train()
-            return {kind: _kept(model, model.block(layer), layout, tokens) for kind, layer in kinds.items()}
+            plan = tensor_plan(config, layout)
+            rows = tokens // plan.degree if plan is not None and plan.sequence_parallel else tokens
+            return {kind: _kept(model, model.block(layer), layout, tokens, rows) for kind, layer in kinds.items()}
 
 
 @contextmanager
@@ -104,23 +106,23 @@ def _silent() -> Iterator[None]:
         log.disabled = before
 
 
-def _kept(model: Decoder, block: Block, layout: Layout, tokens: int) -> dict[str, float]:
+def _kept(model: Decoder, block: Block, layout: Layout, tokens: int, rows: int) -> dict[str, float]:
     spec = block.spec
-    found = _run(model, block, layout, tokens).kept(("cpu",))
+    found = _run(model, block, layout, tokens, rows).kept(("cpu",))
     if spec.ffn_products.column is columns:  # a partial avoids the function that only a CPU uses
         block.spec = spec._replace(ffn_products=spec.ffn_products._replace(column=functools.partial(columns)))
-    found |= _run(model, block, layout, tokens).kept(WAYS[1:])
+    found |= _run(model, block, layout, tokens, rows).kept(WAYS[1:])
     block.spec = spec
     return found
 
 
-def _run(model: Decoder, block: Block, layout: Layout, tokens: int) -> Tape:
-    """Return the tape of one block's forward pass over one sequence."""
+def _run(model: Decoder, block: Block, layout: Layout, tokens: int, rows: int) -> Tape:
+    """Return the tape of one block's forward pass over one sequence, of which a rank's residual stream has `rows`."""
     dtype, numbers = model.compute_dtype or torch.float32, torch.zeros(1, tokens, dtype=torch.int64)
     cos, sin, *_ = model._rope(numbers, None, None)
     mask = make_masks(model.arch, numbers, dtype, None, None)[block.window]
     dim = model.arch.dim
-    shape = (1, tokens, dim) if layout.tp == 1 else (tokens // layout.tp, dim)
+    shape = (1, tokens, dim) if layout.tp == 1 else (rows, dim)
     x = torch.empty(shape, dtype=dtype, requires_grad=True)
     tape = Tape(x, {_storage(local(parameter)) for parameter in block.parameters()})
     with tape, torch.autograd.graph.saved_tensors_hooks(tape.save, _same):

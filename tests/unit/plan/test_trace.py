@@ -53,6 +53,18 @@ def saved_bytes(config, tokens, **options):
     return sum(saved.values())
 
 
+def test_without_sequence_parallel_a_rank_keeps_the_stream_of_all_tokens():
+    def kept(*flags):
+        config = config_of("--parallelism.tensor_parallel_degree=2", *flags, **SMALL)
+        return kept_by(config, resolve(config.model), "cpu")(2)[False]
+
+    split, whole = kept(), kept("--parallelism.enable_sequence_parallel=false")
+    stream = SMALL["dim"] * 4
+    assert whole["full"].per_token == 2 * split["full"].per_token == stream  # its input alone
+    for way in ("cpu", "eager"):
+        assert whole[way].per_token >= split[way].per_token + stream / 2
+
+
 @pytest.mark.parametrize("overrides", [{}, {"qk_norm": "true"}, {"gated": "false", "activation": "gelu_tanh"}])
 def test_a_trace_counts_what_autograd_saves(overrides):
     config = config_of(**{**SMALL, **overrides})

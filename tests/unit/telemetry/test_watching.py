@@ -112,7 +112,8 @@ def test_a_run_names_the_rank_whose_data_comes_late(tmp_path):
     pool.close()
     (line,) = (message for message in messages if "is slow" in message)
     before, _, after = line.partition(" is slow in loading data: ")
-    assert before == f"step {ROWS + 1}: rank 1" and float(after.split()[0]) >= 0.6
+    assert before == f"step {ROWS + 1}: rank 1"
+    assert float(after.split()[0]) >= 0.6
     assert not [message for message in other if "is slow" in message]
     waited = [line.split()[1] for line in shown if line.startswith('shardline_rank_seconds{rank="1",phase="data"}')]
     assert [float(one) >= 0.6 for one in waited] == [True]
