@@ -337,7 +337,7 @@ def test_two_ranks_meet_and_their_launcher_ends_with_the_verdict(tmp_path):
     far.write_text("")
     done = command("doctor", str(config), "--nproc", "2", f"--job.dump_folder={far}", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stdout.endswith("1 finding would break a run\n")
+    assert done.stdout.splitlines()[-1].startswith("1 finding would break a run")  # a busy machine adds a warning
     assert "ended with exit code" not in done.stderr
 
 
