@@ -10,6 +10,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ processes.reset_signals()
 
 # Files that take long are begun first: a long one at the end would run alone.
 UNITS = ("unit/parallel/test_fused", "unit/tools/", "unit/launch/", "unit/parallel/", "unit/data/", "unit/checkpoint/")
-LONG = ("parity/test_layouts", "faults/", "parity/", "e2e/", *UNITS)
-LAYOUTS_TOGETHER = 16  # cases of test_layouts that stay in one process and share their references
+LONG = ("docs/test_commands", "parity/test_layouts", "faults/", "parity/", "e2e/", *UNITS)
+TOGETHER = ("docs/test_commands.py", "faults/test_wire_bytes.py")  # steps that follow from each other, one long set-up
 MOST_PROCESSES = 6
 
 
@@ -77,7 +78,7 @@ def on_cpu() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
-        _group(items)
+        _long_first(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -86,22 +87,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-def _group(items: list[pytest.Item]) -> None:
-    """The tests of a file stay together and in order, as they share fixtures; layouts go in smaller groups."""
-    layouts = {True: 0, False: 0}
-    for item in items:
-        group = item.nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
-        if group == "parity/test_layouts":
-            slow = "slow" in item.keywords
-            group += f"-{'slow' if slow else 'fast'}-{layouts[slow] // LAYOUTS_TOGETHER}"
-            layouts[slow] += 1
-        elif "lab" in getattr(item, "fixturenames", ()):
-            group = "faults/lab"  # one table of faults
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group))
-
+def _long_first(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         path = item.nodeid.removeprefix("tests/")
         return next((number for number, start in enumerate(LONG) if path.startswith(start)), len(LONG))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out tests one by one, but those of a file in TOGETHER to one process, in order.
+
+    The groups of pytest-xdist 3.8 have no effect with pytest 9: they change a name that it no longer reads.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((path for path in TOGETHER if nodeid.startswith(f"tests/{path}")), nodeid)
+
+    return Scheduling(config, log)
