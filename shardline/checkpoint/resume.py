@@ -103,6 +103,7 @@ class Start:
     base: Base | None = None  # the frozen weights, with LoRA or a reference model
     found: list[Found] | None = None  # rank 0's listing of the folder; None: not listed yet
     copy: Decoder | None = None  # the reference model for preference pairs: a copy of the initial weights
+    meanwhile: Callable[[], None] = lambda: None  # what this thread does while others draw the weights
     _damages: list[str] = field(default_factory=list)  # why checkpoints that were tried are damaged
 
     def run(self, resume: bool, seed: int) -> tuple[RunPosition, bool]:
@@ -120,7 +121,7 @@ class Start:
         return position, False
 
     def _draw(self, seed: int) -> None:
-        init_weights(self.model, seed)
+        init_weights(self.model, seed, self.meanwhile)
         log.info("weights drawn from seed %d", seed)
 
     # ---- LoRA --------------------------------------------------------------------------------------------------------

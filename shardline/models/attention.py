@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
+from shardline.models.compiler import separate_caches
 from shardline.models.partial_attention import (
     CUDNN_TILE,
     HALF,
@@ -422,4 +423,5 @@ def load_varlen() -> bool:
 
 @functools.lru_cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    separate_caches()
     return torch.compile(function)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -45,10 +45,15 @@ def initial_std(arch: Architecture, name: str) -> float | None:
     return arch.init_std
 
 
-def init_weights(model: Parameters, seed: int) -> None:
-    """Fill every parameter of a `Decoder` whose memory is allocated; of a DTensor, this rank's shard."""
+def init_weights(model: Parameters, seed: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Fill every parameter of a `Decoder` whose memory is allocated; of a DTensor, this rank's shard.
+
+    This thread calls `meanwhile` while others draw.
+    """
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
-        for _ in pool.map(lambda block: block.fill(seed), _blocks(model.arch, model)):
+        filled = pool.map(lambda block: block.fill(seed), _blocks(model.arch, model))
+        meanwhile()
+        for _ in filled:
             pass
 
 

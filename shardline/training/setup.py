@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -58,6 +59,7 @@ from shardline.data.prepare import cache_folder
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
 from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention
+from shardline.models.compiler import load_compiler, separate_caches
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import check_weights, resolve
 from shardline.models.fused_weights import parameter_count
@@ -142,6 +144,8 @@ class Setup:
         if config.fault_tolerance.enable:
             self.config = config = for_groups(config, self.layout, arch)
         set_determinism(config, self.device)  # first: kernel choices depend on it
+        if config.compile.enable:
+            separate_caches()  # before the first kernel
         self.tokenizer = choose_tokenizer(config)
         self.arch = fitted(arch, config, self.tokenizer)
         check_experts(self.arch, self.layout)
@@ -429,6 +433,7 @@ class Setup:
             self.base,
             self.found,
             self.copy,
+            functools.partial(load_compiler, self.config.compile),
         )
         self.progress, self.finished = start.run(self.folder.resume, seed_of(self.config))
         self.worker_state.begin()

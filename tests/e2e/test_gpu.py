@@ -1,13 +1,16 @@
 """What only a CUDA device shows: the numbers of a CPU, bitwise repetition, packed documents on every kernel."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from shardline.models.dtensor import local
 from shardline.training.trainer import Trainer
-from tests.e2e.tiny import rows, run, tiny_config
+from tests.e2e.tiny import flags, rows, run, tiny_config
 
 pytestmark = pytest.mark.gpu
 KERNEL_SIZES = {"head_dim": 64, "attn_mask_type": "block_causal"}
@@ -98,3 +101,15 @@ def test_recorded_passes_go_on_from_a_checkpoint(tmp_path):
     whole = numbers(run(tmp_path / "whole", training__steps=8, **settings))
     run(tmp_path / "parts", training__steps=4, **settings)
     assert numbers(run(tmp_path / "parts", training__steps=8, **settings)) == whole
+
+
+def test_a_second_start_compiles_no_kernel(tmp_path):
+    caches = {"HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches")}
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
+    kernels = []
+    for name in ("first", "second"):
+        command = [sys.executable, "-m", "shardline", "train", *flags(tmp_path / name, compile__enable=True)]
+        subprocess.run(command, env={**kept, **caches}, check=True, capture_output=True)
+        kernels.append(sorted(str(file) for file in tmp_path.rglob("*.cubin")))
+    assert kernels[0]
+    assert kernels[0] == kernels[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.change import Change
 
+COMPILER = "tests/unit/models/test_compiler.py::test_"
 ENGAGED = "tests/unit/telemetry/test_engaged.py::test_"
 ACTIVATION = "tests/unit/memory/test_activation.py::test_"
 OFFLOAD = "tests/unit/memory/test_offload.py::test_"
@@ -173,6 +174,41 @@ COMPILE_AND_MEMORY = [
         'layout.world_size > 1,\n        "experts count',
         'False,\n        "experts count',
         f"{GRAPHED}passes_that_need_the_host_are_refused_with_the_reason",
+    ),
+    Change(
+        "versions of the code share the compiler's caches",
+        "models/compiler.py",
+        'os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name)',
+        'os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)',
+        f"{COMPILER}another_version_has_another_folder",
+    ),
+    Change(
+        "a compiled run does not separate its caches",
+        "training/setup.py",
+        "separate_caches()  # before the first kernel",
+        "pass",
+        f"{COMPILER}a_compiled_run_uses_a_folder_of_this_version",
+    ),
+    Change(
+        "graphs with functions of ours are never cached",
+        "models/compiler.py",
+        "options.autograd_cache_allow_custom_autograd_functions = True",
+        "options.autograd_cache_allow_custom_autograd_functions = False",
+        f"{COMPILER}a_compiled_run_uses_a_folder_of_this_version",
+    ),
+    Change(
+        "the hash of the code leaves out its content",
+        "models/compiler.py",
+        "found.update(hashlib.blake2b(file.read_bytes()).digest())",
+        "pass",
+        f"{COMPILER}the_hash_follows_every_file[content]",
+    ),
+    Change(
+        "the compiler is not loaded while weights are drawn",
+        "checkpoint/resume.py",
+        "init_weights(self.model, seed, self.meanwhile)",
+        "init_weights(self.model, seed)",
+        f"{COMPILER}a_compiled_run_uses_a_folder_of_this_version",
     ),
     Change(
         "blocks are never compiled",

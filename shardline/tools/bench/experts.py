@@ -36,6 +36,7 @@ from shardline.comm.observe import runs_on_host
 from shardline.config.layout import check_experts, resolve_layout
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.models.compiler import separate_caches
 from shardline.models.experts.moe import Travel, count_tokens
 from shardline.models.flavors import resolve
 from shardline.parallel.expert.all_to_all import AXIS
@@ -225,6 +226,7 @@ def _layers(layer: ExpertLayer, x: Tensor, travel: Travel, carrier: Carrier, sta
     if compile:
         from shardline.parallel.expert.compiled_order import compiler
 
+        separate_caches()
         overlapped = torch.compile(layer.forward, fullgraph=True, backend=compiler("inductor"))
         plain = torch.compile(layer.forward, fullgraph=True)
 
