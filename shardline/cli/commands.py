@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 
 
 def _train(parsed: Parsed) -> int:
+    from shardline.run.signals import interruptible
+
+    with interruptible():
+        return _train_here(parsed)
+
+
+def _train_here(parsed: Parsed) -> int:
     from shardline.config.check import refuse_pending
     from shardline.launch.clusters.environment import take_surroundings
     from shardline.run.options import TrainOptions, node_range

@@ -68,8 +68,10 @@ def main(given: Sequence[str]) -> int:
         print(for_stream(text, sys.stderr), file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:  # holds the number of the signal that ended a run
+        from shardline.run.signals import counts_as
+
         print("interrupted", file=sys.stderr)
-        return 128 + int(error.args[0] if error.args else signal.SIGINT)
+        return 128 + counts_as(error.args[0] if error.args else signal.SIGINT)
     except BrokenPipeError:
         # The reader of the output is gone; keep the interpreter from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -115,6 +115,28 @@ def _end_at_once(code: int) -> NoReturn:
 
 
 @contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let signals that stop a run interrupt what comes before its steps, as Ctrl-C does, instead of killing it.
+
+    The ranks of a launcher keep the default: before there are steps, it ends them at once.
+    """
+    alone = "RANK" not in os.environ and _in_main_thread()
+    previous = {number: signal.signal(number, _interrupt) for number in (ending_signals() if alone else [])}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            if signal.getsignal(number) == _interrupt:  # the end of a run leaves another one
+                signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGHUP:
+        leave_terminal()
+    raise KeyboardInterrupt(number)
+
+
+@contextlib.contextmanager
 def starting_job(started_by_launcher: bool) -> Iterator[None]:
     """Surround a whole run, from before torch is imported: note the time, and hold SIGUSR1 until there are steps.
 

@@ -59,6 +59,26 @@ def test_ctrl_c_while_ranks_start(tmp_path):
         assert (run.process.returncode, stdout, stderr) == (130, "", "interrupted\n")
 
 
+SLOW_START = """
+import time
+from pathlib import Path
+(Path(__file__).parent / "starting").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM], ids=lambda one: one.name)
+def test_a_run_of_one_process_that_has_no_steps_says_that_it_was_interrupted(tmp_path, number):
+    (tmp_path / "slow_start.py").write_text(SLOW_START)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    words = command(tmp_path / "run", experimental__custom_import=tmp_path / "slow_start.py")
+    process = processes.start(words, **pipes)
+    wait_until(lambda: (tmp_path / "starting").exists(), 60)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (143, "", "interrupted\n")
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_closed_terminal_is_a_reason_to_save(tmp_path, ranks):
     """Nothing can be written to it any more, by whoever is first to try."""
