@@ -9,13 +9,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import gc
+import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from tests import examples, leftovers, prefork, processes, progress, proven
+from tests import examples, leftovers, prefork, processes, progress, proven, scheduling
 
 torch.set_num_threads(1)
 examples.load_profile()
@@ -24,7 +24,6 @@ processes.reset_signals()
 # Files that take long are begun first: a long one at the end would run alone.
 UNITS = ("unit/parallel/test_fused", "unit/tools/", "unit/launch/", "unit/parallel/", "unit/data/", "unit/checkpoint/")
 LONG = ("docs/test_commands", "parity/test_layouts", "faults/", "parity/", "e2e/", *UNITS)
-TOGETHER = ("docs/test_commands.py", "faults/test_wire_bytes.py")  # steps that follow from each other, one long set-up
 MOST_PROCESSES = 6
 
 
@@ -40,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         config.pluginmanager.register(progress.Progress(reporter), "progress")
+        config.pluginmanager.register(scheduling, "scheduling")
 
 
 def pytest_collection_finish() -> None:
@@ -63,6 +63,8 @@ def ended_processes() -> Iterator[None]:
     """What a test starts ends with it, and so does a switch that a run in this process sets for all of torch."""
     yield
     processes.end_all()
+    if "tests.parity.pool" in sys.modules:
+        sys.modules["tests.parity.pool"].free_memory()
     torch.use_deterministic_algorithms(False)
 
 
@@ -93,18 +95,3 @@ def _long_first(items: list[pytest.Item]) -> None:
         return next((number for number, start in enumerate(LONG) if path.startswith(start)), len(LONG))
 
     items.sort(key=place)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out tests one by one, but those of a file in TOGETHER to one process, in order.
-
-    The groups of pytest-xdist 3.8 have no effect with pytest 9: they change a name that it no longer reads.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return next((path for path in TOGETHER if nodeid.startswith(f"tests/{path}")), nodeid)
-
-    return Scheduling(config, log)

@@ -43,6 +43,7 @@ GRACE_SECONDS = 10.0  # for the other ranks to notice a failed one
 JOIN_SECONDS = 30.0  # for the ranks of a case to connect
 LOG_LINES = 30
 BACKEND = os.environ.get("SHARDLINE_PARITY_BACKEND", "gloo")
+LEAST_FREE = 0.25  # of the machine's memory: with less, workers that wait for a case are ended
 
 
 class NotJoined(Exception):
@@ -243,6 +244,22 @@ class Worker:
         self.process.wait()
 
 
+_pools: list[Pool] = []
+
+
+def free_memory() -> None:
+    """End waiting workers, which grow with every case, if memory is short."""
+    if _pools and _free_share() < LEAST_FREE:
+        for pool in _pools:
+            pool.let_go()
+
+
+def _free_share() -> float:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    found = {name: int(size) for name, size, *_ in lines}
+    return found["MemAvailable:"] / found["MemTotal:"]
+
+
 class Pool:
     """Up to eight workers, started when a case first needs them."""
 
@@ -252,6 +269,7 @@ class Pool:
         self.started = 0  # workers over the pool's life: shows reuse and replacement
         self.cases = 0
         self.together = 0  # ranks of the last case that had several
+        _pools.append(self)
         atexit.register(self.close)  # a process waits for its children at exit, and these wait for it
 
     def run(
@@ -287,10 +305,15 @@ class Pool:
             raise failure
         return [pickle.loads(reports[rank].value) for rank in range(ranks)]
 
-    def close(self) -> None:
-        atexit.unregister(self.close)
+    def let_go(self) -> None:
+        """End the workers; the next case starts new ones."""
         for rank in range(MOST_RANKS):
             self._drop(rank)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        _pools.remove(self)
+        self.let_go()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _part_from_other_counts(self, ranks: int) -> None:
@@ -299,8 +322,7 @@ class Pool:
         if ranks == 1:
             return
         if self.together not in (0, ranks) and torch.cuda.is_available():
-            for rank in range(MOST_RANKS):
-                self._drop(rank)
+            self.let_go()
         self.together = ranks
 
     def _worker(self, rank: int) -> Worker:

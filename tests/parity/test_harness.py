@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shardline.comm import collectives
 from shardline.config.load import load_config
 from shardline.models.dtensor import local
+from tests.parity import pool as pool_module
 from tests.parity.cases import BY_NAME
 from tests.parity.harness import Harness, Mutation, Result, compare
 from tests.parity.pool import CaseFailed, Pool
@@ -355,6 +356,18 @@ def test_pool_replaces_a_rank_that_died(small_pool: Pool) -> None:
         small_pool.run(2, fail, 1, "die")
     after = small_pool.run(2, sum_of_ranks)
     assert after[1][1] != before[1][1]
+
+
+@pytest.mark.parametrize(("free", "kept"), [(0.1, False), (0.9, True)])
+def test_pool_lets_waiting_ranks_go_if_memory_is_short(
+    small_pool: Pool, monkeypatch: pytest.MonkeyPatch, free: float, kept: bool
+) -> None:
+    small_pool.run(2, sum_of_ranks)
+    monkeypatch.setattr(pool_module, "_pools", [small_pool])
+    monkeypatch.setattr(pool_module, "_free_share", lambda: free)
+    pool_module.free_memory()
+    assert (small_pool.workers[0] is not None) == kept
+    assert [total for total, _, _ in small_pool.run(2, sum_of_ranks)] == [1, 1]
 
 
 def test_pool_ends_a_hang_and_says_where(small_pool: Pool) -> None:
