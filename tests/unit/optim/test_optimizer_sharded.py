@@ -161,7 +161,9 @@ def compare_training(name: str, step_whole, step_sharded, tolerance: float = 1e-
     mesh = init_device_mesh("cpu", (RANKS,))
     whole, model = Layers(), sharded_layers(mesh, **options)
     own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    one, many = build_optimizer(config(name), whole), build_optimizer(config(name), model)
+    # With the shorter averages of test_lamb, Adam's steps of nearly zero gradients would show the order of sums.
+    how = config(name).replace({"optimizer.beta1": 0.9, "optimizer.beta2": 0.95})
+    one, many = build_optimizer(how, whole), build_optimizer(how, model)
     run_whole, run_sharded = step_whole(whole, one), step_sharded(model, many)
     for step in range(4):
         run_whole(step, slice(None))
