@@ -1,6 +1,7 @@
 """The compiler's caches belong to one version of our code."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,8 +49,8 @@ def test_processes_of_a_run_share_the_folder(given):
 
 def test_another_version_has_another_folder(tmp_path, given, monkeypatch):
     compiler.separate_caches()
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "code.py").write_text("1")
+    (tmp_path / "package" / "models").mkdir(parents=True)
+    (tmp_path / "package" / "models" / "code.py").write_text("1")
     monkeypatch.setattr(compiler, "PACKAGE", tmp_path / "package")
     compiler.separate_caches()
     assert cache_folder().parent == given
@@ -60,14 +61,23 @@ def test_another_version_has_another_folder(tmp_path, given, monkeypatch):
 def test_the_hash_follows_every_file(tmp_path, change):
     folders = [tmp_path / "before", tmp_path / "after"]
     for folder in folders:
-        (folder / "inner").mkdir(parents=True)
-        (folder / "inner" / "a.py").write_text("x = 1\n")
-    last = folders[1] / "inner" / "a.py"
+        (folder / "models" / "inner").mkdir(parents=True)
+        (folder / "models" / "a.py").write_text("x = 1\n")
+    last = folders[1] / "models" / "a.py"
     if change == "content":
         last.write_text("x = 2\n")
     else:
-        last.rename(last.with_name("b.py") if change == "name" else folders[1] / "a.py")
+        last.rename(last.with_name("b.py") if change == "name" else last.parent / "inner" / "a.py")
     assert compiler.source_hash(folders[0]) != compiler.source_hash(folders[1])
+
+
+def test_every_operation_and_gradient_is_in_the_hash():
+    found = re.compile(r"library\.(custom_op|Library)|autograd\.Function\b")
+    files = [file for file in compiler.PACKAGE.rglob("*.py") if found.search(file.read_text())]
+    assert len(files) > 10
+    assert {file.relative_to(compiler.PACKAGE).parts[0] for file in files} <= set(compiler.ROOMS)
+    for room in compiler.ROOMS:
+        assert list((compiler.PACKAGE / room).rglob("*.py"))
 
 
 def test_the_compiler_is_loaded_while_weights_are_drawn():
