@@ -327,7 +327,7 @@ class Parallelism(Section):
     pipeline_parallel_schedule_csv: Text | None = key("", "CSV file with a custom schedule.")
     pipeline_parallel_microbatch_size: Positive = key(1, "Sequences in one pipeline micro-batch.")
     pipeline_parallel_expert_parallel_overlap: bool = key(
-        True, "Overlap expert communication with other micro-batches if the schedule allows it."
+        True, "TorchTitan's key, without effect: tokens travel within their own micro-batch."
     )
     context_parallel_degree: Positive = key(1, "Ranks that split each sequence.")
     context_parallel_load_balancer: Name | None = key(
