@@ -9,6 +9,7 @@ Matrices are named after their projection, even if its weight is fused with othe
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from shardline.models.fused_weights import (
 )
 from shardline.models.huggingface.stored import Stored, stored_as
 from shardline.models.state import SomeParameters
+
+log = logging.getLogger("shardline")
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,10 @@ def attach(model: Decoder, how: Adaptation, storage: torch.dtype, frozen: torch.
         targets = [module for module in how.targets if module != "tok_embeddings"]  # here it is only the output
     else:
         targets = list(how.targets)
+    if how.dropout and output_name(model.arch) in targets:
+        log.warning(
+            "lora.dropout has no effect on %s, whose weight and matrices the loss adds up", output_name(model.arch)
+        )
     sizes = adaptable(model.arch)
     with torch.device("meta"):
         for name, module in list(model.named_modules()):

@@ -32,15 +32,15 @@ from shardline.comm.mesh import Mesh
 from shardline.config.architecture import TABLES, Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError, blame
-from shardline.models.added_rows import AddedRows
+from shardline.models.added_rows import read_hf_enlarged
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.huggingface.config import architecture_from_hf
 from shardline.models.huggingface.files import read_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
 from shardline.optim.lr_schedule import check_resumed
 from shardline.optim.optimizer import scaled_lr
+from shardline.run.stop import why_not_saved
 from shardline.storage.blocks import Damaged
 from shardline.storage.location import is_url, locate
 from shardline.storage.safetensors import LazyTensors
@@ -171,7 +171,8 @@ class Start:
             if not damage:
                 break
             self.mesh.from_rank_0(functools.partial(self._give_up, choice.step, damage))
-        self.mesh.from_rank_0(functools.partial(self._abandon_after, choice.step))
+        if why_not_saved(self.config) is None:
+            self.mesh.from_rank_0(functools.partial(self._abandon_after, choice.step))
         log.info("resumed from %s", self.folder / choice.name)
         return position.step >= self.last_step(position)
 
@@ -213,7 +214,10 @@ class Start:
         if self.config.checkpoint.load_step != -1:
             raise UserError(damage)
         self._skip(damage)
-        log.warning("it is kept as %s", self._set_aside(step, "damaged"))
+        if why_not_saved(self.config) is None:
+            log.warning("it is kept as %s", self._set_aside(step, "damaged"))
+        else:  # a run that never saves does not rename either
+            self.found = [one for one in self._listing() if one.saved is None or one.saved.step != step]
 
     def _skip(self, damage: str) -> None:
         if damage not in self._damages:
@@ -327,13 +331,8 @@ class Start:
 
     def _weights_in(self, folder: Path) -> LazyTensors:
         """The weights of a Hugging Face folder, with rows for the tokens that `[data]` adds to its vocabulary."""
-        arch, added = self.model.arch, bool(self.config.data.added_tokens or self.config.data.special_tokens)
-        stored = architecture_from_hf(folder).vocab_size if added and (folder / "config.json").is_file() else 0
-        if not 0 < stored < arch.vocab_size:
-            return read_hf(folder, arch)
-        rows = arch.vocab_size - stored
-        log.info("%d rows for added tokens, each the mean of the %d rows in %s", rows, stored, folder)
-        return AddedRows(read_hf(folder, arch.model_copy(update={"vocab_size": stored})), stored, rows)
+        added = self.config.data.added_tokens or self.config.data.special_tokens
+        return (read_hf_enlarged if added else read_hf)(folder, self.model.arch)
 
     def _initial_checkpoint(self, path: Path) -> Saved:
         try:

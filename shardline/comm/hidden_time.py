@@ -237,11 +237,19 @@ class Sampler:
     """
 
     def __init__(
-        self, device: torch.device, clock: DeviceClock, rows: RowClock, spans: Spans, axes: Sequence[str] = ("tp",)
+        self,
+        device: torch.device,
+        clock: DeviceClock,
+        rows: RowClock,
+        spans: Spans,
+        axes: Sequence[str] = ("tp",),
+        sends_rows: bool = False,
     ) -> None:
+        """`sends_rows`: some rank's GPU sends rows to experts, so all ranks have times of that."""
         self.clock, self.rows, self.spans, self.device = clock, rows, spans, device
         self.by_events = [axis for axis in axes if axis == "tp" and device.type == "cuda"]
         self.by_host = [axis for axis in axes if axis not in self.by_events]
+        self.sends_rows = sends_rows and device.type == "cuda" and "ep" not in self.by_host
 
     def begin(self) -> None:
         if self.by_events:
@@ -265,5 +273,6 @@ class Sampler:
             torch.cuda.synchronize(self.device)
             self.rows.on = False
             by_gpu = self.rows.take()
-            found |= {} if by_gpu is None else {"ep": by_gpu}
+            if by_gpu is not None or self.sends_rows:  # a pipeline rank may hold no experts
+                found["ep"] = by_gpu or Times(0.0, 0.0)
         return found

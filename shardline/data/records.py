@@ -183,6 +183,11 @@ def _json_list(file: Path) -> Batches:
         except ValueError as error:
             raise UserError(f"{file}:{line}: not JSON: {error}") from error
         found.append(_checked(row, f"{file}:{line}"))
+    if text[at : at + 1] != "]":
+        raise UserError(f"{file}: the list has no end: the file may be cut off")
+    if (rest := _skip(text, at + 1)) < len(text):
+        line += text.count("\n", counted_to, rest)
+        raise UserError(f"{file}:{line}: text after the end of the list; a file holds one list, or one object per line")
     for first in range(0, len(found), BATCH_ROWS):
         some = found[first : first + BATCH_ROWS]
         yield len(some), functools.partial(list, some), size * len(some) / len(found)

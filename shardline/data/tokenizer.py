@@ -210,7 +210,7 @@ class JsonTokenizer:
             self._pieces = copy.deepcopy(self.backend)
             self._pieces.post_processor = ByteLevel(trim_offsets=False, add_prefix_space=False)
         with _reported(self.file, BROKEN):
-            found = self._pieces.encode(text, add_special_tokens=False)
+            found = self._pieces.encode(_encodable(text), add_special_tokens=False)
         places = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
         return Pieces(np.array(found.ids, dtype=np.int64), places[:, 0], places[:, 1])
 
@@ -230,16 +230,21 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         with _reported(self.file, BROKEN):
-            return self.backend.encode(text, add_special_tokens=False).ids
+            return self.backend.encode(_encodable(text), add_special_tokens=False).ids
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         with _reported(self.file, BROKEN):  # fast: no character offsets
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self.backend.encode_batch_fast([_encodable(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         with _reported(self.file, BROKEN):
             return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+
+def _encodable(text: str) -> str:
+    """The text with question marks for single halves of surrogate pairs: JSON can have them, UTF-8 cannot."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _check_text(file: Path, text: str) -> None:

@@ -37,7 +37,7 @@ from shardline.launch.rounds import End, Round, Terms
 from shardline.launch.scratch import scratch_folder
 from shardline.parallel.replicas.lighthouse import KEY_VARIABLE as GROUPS_VARIABLE
 from shardline.parallel.replicas.lighthouse import derive_key
-from shardline.report import Report, this_report
+from shardline.report import HANG_CODE, Report, this_report
 from shardline.run import attempt, signals
 from shardline.run.options import TrainOptions, node_range
 from shardline.storage.atomic import forbid_others_to_write
@@ -63,6 +63,7 @@ class Launch:
     secret: bytes = field(default=b"", repr=False)
     environment: Mapping[str, str] = field(default_factory=dict)  # of every rank, besides this process's
     stop_timeout_seconds: float = 30.0
+    save_timeout_seconds: float = 0.0
     preempted_exit_code: int = 128 + signal.SIGTERM  # of ranks that SIGTERM or a time limit ended at a step boundary
     lost_machine_seconds: float = 10.0
     saves: bool = False  # ranks that are asked to stop lose nothing
@@ -148,6 +149,7 @@ class Agent:
         self.ranks = []
         self.notes: dict[str, Any] = {}  # of this machine's first rank
         self.kill_at: float | None = None
+        self.gave_more = False
         self.failed_at: float | None = None
         self.cause: Report | None = None
         self.killed_late: list[int] = []
@@ -269,11 +271,20 @@ class Agent:
             self.forwarded += 1
             grace = self.launch.stop_timeout_seconds if self.forwarded == 1 else SECOND_SIGNAL_GRACE
             self.kill_at = time.monotonic() + grace
-        if self.kill_at is not None and time.monotonic() > self.kill_at:
+        if self.kill_at is not None and time.monotonic() > self.kill_at and not self._give_more_time():
             self.killed_late += [rank.number for rank in self.ranks if rank.code is None]
             kill_ranks(self.ranks)
 
+    def _give_more_time(self) -> bool:
+        """Once, if the ranks are saving, give them the time of a save: they end by themselves if a step hangs."""
+        if self.gave_more or self.forwarded > 1 or not attempt.read(self.notes_file).get(attempt.SAVING):
+            return False
+        self.gave_more, self.kill_at = True, time.monotonic() + self.launch.save_timeout_seconds
+        return True
+
     def _has_failed(self, rank: RankProcess) -> bool:
+        if rank.code == HANG_CODE and (report := rank.written_report()) is not None and report.kind == "hang":
+            return True  # whatever else checkpoint.preempted_exit_code says
         if rank.code in (None, 0, self.launch.preempted_exit_code, *STOPPED):
             return False
         if not self.signals and self.stopping_for is None:

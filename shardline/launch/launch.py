@@ -146,6 +146,7 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
             secret=secret,
             environment=handed_over(config),
             stop_timeout_seconds=config.comm.stop_timeout_seconds,
+            save_timeout_seconds=config.checkpoint.save_timeout_seconds,
             preempted_exit_code=exit_code("SIGTERM", config),
             lost_machine_seconds=config.comm.lost_machine_seconds,
             saves=config.checkpoint.enable,

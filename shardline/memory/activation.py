@@ -140,6 +140,8 @@ def travels(op: Any) -> bool:
 
 def product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
     """Return (in, out) of the weight of a matrix product, None if `op` is not one."""
+    if op is torch.ops.aten._scaled_mm.default:
+        return tuple(arguments[1].shape)
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return tuple(arguments[-1].shape)
     if op is onednn():

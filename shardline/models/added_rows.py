@@ -6,13 +6,30 @@ not jump, as it would with random rows.
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from shardline.config.architecture import Architecture
+from shardline.models.huggingface.config import architecture_from_hf
+from shardline.models.huggingface.files import read_hf
 from shardline.storage.safetensors import LazyTensors
 
+log = logging.getLogger("shardline")
 BY_TOKEN = ("tok_embeddings.weight", "output.weight")
 BLOCK = 4096  # rows summed at a time
+
+
+def read_hf_enlarged(folder: Path, arch: Architecture) -> LazyTensors:
+    """The weights of a Hugging Face folder, with the rows that its vocabulary lacks compared with `arch`."""
+    stored = architecture_from_hf(folder).vocab_size if (folder / "config.json").is_file() else 0
+    if not 0 < stored < arch.vocab_size:
+        return read_hf(folder, arch)
+    rows = arch.vocab_size - stored
+    log.info("%d rows for added tokens, each the mean of the %d rows in %s", rows, stored, folder)
+    return AddedRows(read_hf(folder, arch.model_copy(update={"vocab_size": stored})), stored, rows)
 
 
 class AddedRows(LazyTensors):

@@ -200,6 +200,16 @@ def document_positions(documents: Tensor) -> Tensor:
     return places - begins.cummax(dim=1).values
 
 
+def document_lengths(documents: Tensor) -> Tensor:
+    """The length (B, S) of the document that each token belongs to."""
+    positions = document_positions(documents)
+    ends = torch.ones_like(positions, dtype=torch.bool)
+    ends[:, :-1] = documents[:, 1:] != documents[:, :-1]
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    last = torch.where(ends, places, documents.shape[1]).flip(1).cummin(dim=1).values.flip(1)
+    return positions.gather(1, last) + 1
+
+
 def allowed_pairs(queries: Tensor, keys: Tensor, window: int, documents: Tensor | None) -> Tensor:
     """A mask (1 or B, 1, queries, keys), True where a query may see a key; both are given by their positions."""
     distance = queries[:, None] - keys[None, :]

@@ -20,6 +20,7 @@ from shardline.models.attention import (
     KVCache,
     LayerCache,
     attention,
+    document_lengths,
     document_positions,
     make_masks,
     remember,
@@ -44,7 +45,7 @@ from shardline.models.norms import (
 )
 from shardline.models.products.linear import linear, weight_queue
 from shardline.models.products.narrow import narrowed
-from shardline.models.rope import query_factors, rope_tables, rotate, window_rope_tables
+from shardline.models.rope import depends_on_length, query_factors, rope_tables, rotate, window_rope_tables
 
 # Cosines and sines, those of layers with their own rotary base, and factors of queries
 Tables = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -601,10 +602,12 @@ class Decoder(nn.Module):
                 x = x * torch.tensor(self.arch.embedding_scale, dtype=x.dtype, device=x.device)
         assert x is not None
         if positions is None and documents is not None and self.arch.attn_mask_type == "block_causal":
-            positions = document_positions(documents)
-            positions = positions if self.context is None else self.context.own(positions)
-            positions = positions.to(tokens.device, non_blocking=True)
-        cos, sin, own_cos, own_sin, factors = self._rope(tokens, positions, cache)
+            own = (lambda x: x) if self.context is None else self.context.own
+            positions = own(document_positions(documents)).to(tokens.device, non_blocking=True)
+            lengths = own(document_lengths(documents)) if depends_on_length(self.arch) else None
+        else:
+            lengths = None
+        cos, sin, own_cos, own_sin, factors = self._rope(tokens, positions, cache, lengths)
         if self.context is not None and cache is None:
             masks = self.context.masks(self.arch, tokens, x.dtype, documents)
         else:
@@ -674,11 +677,14 @@ class Decoder(nn.Module):
         """The position tables that the next pass over such tokens reads; code that records that pass must keep them."""
         return self._rope(tokens, None, None)
 
-    def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tables:
+    def _rope(
+        self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, lengths: Tensor | None = None
+    ) -> Tables:
         """Cosines and sines that broadcast to (B, S, KV, group, D/2), and factors of queries for layers without them.
 
-        The tables of the default positions are cached.
-        They are not buffers, so nothing must be recomputed when a model on the meta device gets its memory.
+        `lengths` (B, S) are those of packed documents, where frequencies depend on them. The tables of the default
+        positions are cached. They are not buffers, so nothing must be recomputed when a model on the meta device gets
+        its memory.
         """
         key = (tokens.shape[1], tokens.device)
         default = positions is None and cache is None
@@ -689,9 +695,9 @@ class Decoder(nn.Module):
         elif positions is None:
             start = 0 if cache is None else cache.used
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        length = tokens.shape[1] if default else None
-        if length is not None and self.context is not None:
-            length *= self.context.slices.ranks
+        length: int | Tensor | None = lengths
+        if default:
+            length = tokens.shape[1] * (1 if self.context is None else self.context.slices.ranks)
         cos, sin = (table[..., None, None, :] for table in rope_tables(self.arch, positions, length))
         own_cos, own_sin = None, None
         if self.arch.window_rope_theta is not None:

@@ -27,13 +27,24 @@ def inverse_frequencies(arch: Architecture, length: int | None = None) -> tuple[
     return _SCALINGS[scaling.type](arch, scaling, plain)
 
 
-def rope_tables(arch: Architecture, positions: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+def depends_on_length(arch: Architecture) -> bool:
+    """Whether frequencies depend on how long a sequence is."""
+    return arch.rope_scaling is not None and arch.rope_scaling.type in _BY_LENGTH
+
+
+def rope_tables(arch: Architecture, positions: Tensor, length: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., S, D/2) in float32 of `positions` (..., S) in sequences of `length` tokens.
 
-    Where the length matters and is None, sequences end at the last position.
+    With packed documents, `length` (..., S) is that of each token's document. Where the length matters and is None,
+    sequences end at the last position.
     """
-    if length is None and arch.rope_scaling is not None and arch.rope_scaling.type in _BY_LENGTH:
-        length = int(positions.max()) + 1
+    if isinstance(length, Tensor) and depends_on_length(arch):
+        known, which = length.unique(return_inverse=True)
+        found = [inverse_frequencies(arch, one) for one in known.tolist()]
+        frequencies = torch.stack([of_length for of_length, _ in found])[which.cpu()]
+        return _tables(frequencies, found[0][1], positions)
+    if not isinstance(length, int):
+        length = int(positions.max()) + 1 if depends_on_length(arch) else None
     return _tables(*inverse_frequencies(arch, length), positions)
 
 
@@ -49,7 +60,7 @@ def _tables(frequencies: Tensor, factor: float, positions: Tensor) -> tuple[Tens
 
 def rope_changes(arch: Architecture, before: int, after: int) -> bool:
     """Whether sequences of these two lengths have different frequencies."""
-    if arch.rope_scaling is None or arch.rope_scaling.type not in _BY_LENGTH:
+    if not depends_on_length(arch):
         return False
     return not torch.equal(inverse_frequencies(arch, before)[0], inverse_frequencies(arch, after)[0])
 

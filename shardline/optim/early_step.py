@@ -124,6 +124,7 @@ def step_early(
     which has `loss` and `grad_norm`.
     """
     clips = 0 < max_norm < math.inf
+    before = _random_states() if clips else None
     with early.using(steps=not clips):
         loss = backward()
         early.finish()
@@ -132,10 +133,22 @@ def step_early(
         return result, True
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         return result, False
+    if before is not None:
+        _restore(before)  # dropout drops the same elements
     with early.using(steps=True, scale=min(1.0, max_norm / (result.grad_norm + 1e-6))):
         backward()
         early.finish()
     return result, True
+
+
+def _random_states() -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _restore(states: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])
 
 
 def _wait_for_copy(gradient: Tensor) -> None:

@@ -33,6 +33,7 @@ class GPUAdam(torch.optim.Optimizer):
         self.scale = 1.0
         self.launched = 0  # number of kernels in the last step
         self._prepared: list[KernelLaunch] | None = None
+        self._empty: list[Tensor] = []  # counters of parameters of which this rank holds nothing
 
     @staticmethod
     def serves(pattern: torch.optim.Adam) -> bool:
@@ -41,12 +42,16 @@ class GPUAdam(torch.optim.Optimizer):
         return all(p.is_cuda and p.dtype == torch.float32 for p in parameters) and find_spec("triton") is not None
 
     @staticmethod
-    def serves_int8(pattern: torch.optim.Adam) -> bool:
-        """Whether they also support 8-bit moments: rows of whole blocks, and codes rounded to the nearest."""
+    def serves_int8(pattern: torch.optim.Adam, momentum: float = 0.0) -> bool:
+        """Whether they also support 8-bit moments: rows of whole blocks, and codes rounded to the nearest.
+
+        `momentum` is the highest that a schedule gives.
+        """
         groups = pattern.param_groups
         widths = [local(p).shape[-1] for group in groups for p in group["params"] if p.ndim > 1]
         whole = all(width % INT8_BLOCK == 0 for width in widths)
-        return whole and all(codes_follow(*group["betas"]) for group in groups)
+        betas = [(max(beta1, momentum), beta2) for beta1, beta2 in (group["betas"] for group in groups)]
+        return whole and all(codes_follow(*both) for both in betas)
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         return int8_state(parameter) if self.int8 else adam_state(parameter)
@@ -54,6 +59,7 @@ class GPUAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def prepare(self) -> None:
         """Plan the next step's launches, which the host can do while gradients are still being computed."""
+        self._empty = []
         self._prepared = [launch for group in self.param_groups for launch in self._launches(group)]
 
     @torch.no_grad()
@@ -70,8 +76,10 @@ class GPUAdam(torch.optim.Optimizer):
             else:
                 self._step(group, updates[0])
         every = [update for launch in launches for update in launch.updates]
+        # A rank that holds nothing of a parameter counts its steps too: a checkpoint takes the number from any rank.
+        if counters := [*(update.counter for update in every), *self._empty]:
+            torch._foreach_add_(counters, 1)
         if every:
-            torch._foreach_add_([update.counter for update in every], 1)
             # Torch did not see the kernels write. A narrow copy is up to date, so its weight keeps its version.
             torch.autograd.graph.increment_version([update.weight for update in every if update.copy is None])
 
@@ -83,7 +91,10 @@ class GPUAdam(torch.optim.Optimizer):
         """The kernels of a group's step: one for each large parameter, and one for all small parameters."""
         together: dict[tuple[int, torch.dtype, bool], list[Update]] = {}
         for parameter in group["params"]:
-            if parameter.grad is None or not local(parameter).numel():
+            if parameter.grad is None:
+                continue
+            if not local(parameter).numel():
+                self._empty.append(local(self._state_of(parameter)["step"]))
                 continue
             update = self._update(parameter)
             if update.scales is None and is_small(update.weight, update.gradient):
@@ -95,10 +106,14 @@ class GPUAdam(torch.optim.Optimizer):
             table = address_table([_row(update) for update in updates], updates[0].weight.device)
             yield KernelLaunch(group, updates, table)
 
-    def _update(self, parameter: nn.Parameter) -> Update:
-        state = self.state[parameter]
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter))
+        return state
+
+    def _update(self, parameter: nn.Parameter) -> Update:
+        state = self._state_of(parameter)
         assert parameter.grad is not None
         held = {kind: local(tensor) for kind, tensor in state.items()}
         first, second, counter = held["exp_avg"], held["exp_avg_sq"], held["step"]

@@ -114,7 +114,7 @@ def check_resumed(trainer: Mapping[str, Any], config: Config, peak: float, end: 
     if anew or not trainer["step"] or "lr" not in trainer or end <= trainer["step"]:
         return
     step, origin, before, planned = trainer["step"], trainer["schedule_start"], trainer["lr"], trainer["last_step"]
-    now, following = (peak * lr_factor(done - origin, config, end - origin) for done in (step - 1, step))
+    now, following = (learning_rate(peak, done - origin, config, end - origin) for done in (step - 1, step))
     if math.isclose(now, before, rel_tol=1e-6):
         return
     if step >= planned or config.lr_scheduler.bend_on_resume:

@@ -82,7 +82,8 @@ def _build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     adam = _build_adam(section, groups)
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
     by_kernel = section.implementation == "fused" and GPUAdam.serves(adam) and not section.early_step_in_backward
-    if section.state_dtype == "int8" and by_kernel and GPUAdam.serves_int8(adam):
+    momentum = max(config.lr_scheduler.momentum_range or (0.0,))
+    if section.state_dtype == "int8" and by_kernel and GPUAdam.serves_int8(adam, momentum):
         return GPUAdam(adam, int8=True)
     if section.state_dtype != "parameter" and wide:
         return NarrowAdam(adam, NARROW[section.state_dtype])

@@ -23,13 +23,13 @@ from shardline.adapters.lora import Adaptation, attach
 from shardline.adapters.peft_files import adaptation_of
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
-from shardline.config.layout import Layout, check_cuda_graphs, check_experts
+from shardline.config.layout import Layout, check_cuda_graphs, check_experts, routes_together
 from shardline.config.schema import Config
 from shardline.data.order import global_batch
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.memory.offload import Offload, offload_activations
-from shardline.models.decoder import Adaptable, Decoder
+from shardline.models.decoder import Adaptable, Decoder, Stage
 from shardline.models.experts.moe import RouterRun
 from shardline.parallel.compiled_graphs import Operations, noting
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
@@ -42,6 +42,7 @@ from shardline.parallel.tensor.tensor import (
     apply_tensor_parallel,
     batch_shapes,
     check_rows,
+    check_shared_rows,
     check_tensor_parallel,
     needs_split_kv,
     parallel_products,
@@ -93,6 +94,8 @@ def check_layout(config: Config, arch: Architecture, layout: Layout) -> None:
         check_tensor_parallel(arch, plan.degree)
         if layout.cp == 1:  # otherwise check_context_parallel has checked the rows
             check_rows(config, plan)
+        if arch.moe is not None and layout.ep > 1 and not routes_together(layout) and not plan.sequence_parallel:
+            check_shared_rows(config, layout)
     for _, batch, length in batch_shapes(config) if config.model.converters else ():
         check_float8_rows(config, batch * length // layout.cp)
 
@@ -126,11 +129,28 @@ def make_model(
         freeze_except(model, config.training.unfrozen_parameters)
     if mesh is None or config is None:
         return model, Applied()
+    if stages is not None:
+        _check_trained(model, stages)
     if plan is not None:
         log.info("%s", plan.describe())
     done = apply(model, config, mesh, precision)
     done.pipeline = plan
     return model, done
+
+
+def _check_trained(model: Decoder, stages: Sequence[Stage]) -> None:
+    """Refuse a pipeline rank, or a first stage, in which every weight is frozen: nothing would run backward there."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for stage in stages:
+        starts = tuple(f"layers.{layer}." for layer in stage.layers) + (("tok_embeddings.",) if stage.first else ())
+        alone = stage.first and not any(name.startswith(starts) for name in trained)
+        if alone or not trained:
+            held = f"layers {min(stage.layers)} to {max(stage.layers)}" if stage.layers else "only the embedding"
+            raise ConfigError(
+                f"a pipeline stage ({held}) has no weight to train: let lora.layers or training.unfrozen_parameters"
+                " name some there, cut the stages elsewhere with parallelism.module_fqns_per_model_part, or set"
+                " parallelism.pipeline_parallel_degree = 1"
+            )
 
 
 def batches_of_step(config: Config, mesh: Mesh) -> int:

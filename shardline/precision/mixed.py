@@ -42,5 +42,9 @@ def choose_precision(config: Config, device: torch.device, has_bfloat16: bool) -
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:
     """Store parameters in `storage`; blocks compute in the type of the embedding's output, which is `compute`."""
+    biases = [one for name, one in model.named_parameters() if name.endswith("router.balance")]
+    before = [bias.dtype for bias in biases]
     model.to(dtype=precision.storage)
+    for bias, dtype in zip(biases, before, strict=True):
+        bias.data = bias.data.to(dtype)  # it changes in steps of 0.001
     model.compute_dtype = precision.compute  # type: ignore[assignment]

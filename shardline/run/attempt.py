@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from shardline.run.options import TrainOptions
 
 VARIABLE = "SHARDLINE_ATTEMPT"
+SAVING = "saving"  # in the notes: whether a save is under way
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,24 @@ def note(what: str, **facts: Any) -> None:
     if not attempt.notes or os.environ.get("LOCAL_RANK") != "0" or (attempt.notes, what) in _noted:
         return
     _noted.add((attempt.notes, what))
-    known = read(Path(attempt.notes))
-    part = Path(f"{attempt.notes}.part")
-    with contextlib.suppress(OSError):
-        part.write_text(json.dumps({**known, what: time.time(), **facts}))
-        part.replace(attempt.notes)
+    _write(Path(attempt.notes), {what: time.time(), **facts})
 
 
+def say(what: str, value: Any) -> None:
+    """Set what the notes of this rank say now."""
+    notes = this_attempt().notes
+    if notes and os.environ.get("LOCAL_RANK") == "0":
+        _write(Path(notes), {what: value})
+
+
+def _write(notes: Path, facts: dict[str, Any]) -> None:
+    part = notes.with_name(f"{notes.name}.part")
+    with _writing, contextlib.suppress(OSError):
+        part.write_text(json.dumps({**read(notes), **facts}))
+        part.replace(notes)
+
+
+_writing = threading.Lock()
 _noted: set[tuple[str, str]] = set()
 
 

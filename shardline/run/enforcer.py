@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardline.report import HANG_CODE, this_report, write_report
-from shardline.run import signals
+from shardline.run import attempt, signals
 
 log = logging.getLogger("shardline")
 
@@ -35,6 +35,8 @@ LAST_SECONDS = 3.0  # for the thread that exits
 LAUNCHER_SECONDS = 10.0  # by which a launcher, which counts too, comes first
 LOOK_SECONDS = 1.0  # between looks whether the run is still there
 _pipe: int | None = None  # the end that the run writes to
+_saves = 0  # under way; a launcher is told whether there are any
+_counting = threading.Lock()
 
 
 @dataclass
@@ -121,6 +123,12 @@ def reached_boundary() -> None:
 
 
 def _tell(byte: int) -> None:
+    global _saves
+    if byte in (SAVING, STEPPING):
+        with _counting:
+            before, _saves = _saves, _saves + (1 if byte == SAVING else -1)
+            if (before > 0) != (_saves > 0):
+                attempt.say(attempt.SAVING, _saves > 0)
     if _pipe is not None:
         with contextlib.suppress(OSError):
             os.write(_pipe, bytes([byte]))

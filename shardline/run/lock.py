@@ -131,7 +131,8 @@ def _in_use(file: Path, holder: str) -> UserError:
 def _beats(file: Path) -> bool:
     """Whether the holder's heart beats: watches until there is a beat, or none came for too long."""
     seen = file.stat().st_mtime_ns
-    silent_until = time.monotonic() + SILENCE_SECONDS - (_now(file) - seen) / 1e9
+    silent = max(0.0, (_now(file) - seen) / 1e9)  # below 0 after the clock was set back
+    silent_until = time.monotonic() + SILENCE_SECONDS - silent
     while time.monotonic() < silent_until:
         time.sleep(POLL_SECONDS)
         with file.open() as again:  # opening makes a network file system look

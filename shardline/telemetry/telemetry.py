@@ -78,8 +78,11 @@ class Telemetry:
         axes = [] if applied.tensor is None else ["tp"]
         if mesh.layout.ep > 1 and runs_on_host(job.axes["ep"].group, device):
             axes.append("ep")
+        sends_rows = mesh.layout.ep > 1 and config.parallelism.expert_parallel_comm_backend != "deepep"
         self.sampler = (
-            Sampler(device, job.clock, job.row_clock, job.spans, axes) if axes or mesh.layout.ep > 1 else None
+            Sampler(device, job.clock, job.row_clock, job.spans, axes, sends_rows)
+            if axes or mesh.layout.ep > 1
+            else None
         )
         self.serial = None if applied.tensor is None else SerialComparison(config)
         theory = None if pipeline is None else theoretical_bubble(pipeline.plan.schedule)
@@ -273,7 +276,8 @@ class Telemetry:
             row[f"{axis}_hidden_fraction"] = slowest.hidden
         if self.pipeline is not None:
             self.pipeline.clock.enabled = False
-            row["pp_bubble_fraction"] = idle_share(*busy_and_span(actions), self.device)
+            if together:  # asynchronous workers do not wait for each other
+                row["pp_bubble_fraction"] = idle_share(*busy_and_span(actions), self.device)
         return row
 
     def _tell_slow_ranks(self, seconds: float, paces: Sequence[float]) -> None:

@@ -20,7 +20,7 @@ from shardline.adapters.lora import NOTHING, Adaptation, more_flops
 from shardline.checkpoint.assets import write_tokenizer
 from shardline.checkpoint.fetch import fetch_to_resume
 from shardline.checkpoint.format import Found, list_folder
-from shardline.checkpoint.lora.base import base_of
+from shardline.checkpoint.lora.base import Base, base_of
 from shardline.checkpoint.mirror import Mirror, check_free, open_mirror
 from shardline.checkpoint.reader import ShardFiles
 from shardline.checkpoint.replicas.compression_state import CompressionState
@@ -349,7 +349,7 @@ class Setup:
         )
         lora, self.copy = config.lora.enable, None if self.reference is None else self.reference.copy
         needed = lora or self.copy is not None
-        self.base = self.mesh.from_rank_0(lambda: base_of(config, seed_of(config))) if needed else None
+        self.base = self.mesh.from_rank_0(self._base_of) if needed else None
         passes, workers = self.stepper.passes, self.stepper.workers
         self.compression = CompressionState(passes.replicas, self.model, mesh, self.stepper.summed_over_tp)
         self.worker_state = WorkerState(None if workers is None else workers.outer, self.model, self.optimizer, mesh)
@@ -383,6 +383,9 @@ class Setup:
             observer=StepObserver(self.model, self.optimizer, applied, self.stepper.asynchronous is not None),
         )
         self.telemetry.watch(self.model, self.optimizer, self.stepper.experts)
+
+    def _base_of(self) -> Base:
+        return base_of(self.config, seed_of(self.config), self.folder.checkpoint_folder if self.folder.resume else None)
 
     def _held_state(self) -> list[HeldTensor]:
         """The optimizer state on this rank."""

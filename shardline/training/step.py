@@ -238,7 +238,7 @@ class Stepper:
         if not alone:
             collectives.sum_in_place(numbers, "world")
         tallies = many + len(asked)
-        if isinstance(self.optimizer, GPUAdam):
+        if isinstance(self.optimizer, GPUAdam) and self.groups is None:  # a group that heals gets other step counts
             self.optimizer.prepare()  # while the device computes
         row = read(torch.cat([numbers[:tallies], self.experts.summary(numbers[tallies:])]))
         sums_of_all, others = row[first:many], row[many:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -248,13 +249,14 @@ class Trainer:
         progress, patience = self.progress, self.config.validation.patience
         if loss is None or patience is None:
             return
-        if progress.best_validation is None or loss < progress.best_validation:
+        if math.isfinite(loss) and (progress.best_validation is None or loss < progress.best_validation):
             progress.best_validation, progress.worse_validations = loss, 0
             return
         progress.worse_validations += 1
         if progress.worse_validations >= patience:
+            best = math.nan if progress.best_validation is None else progress.best_validation
             words = "no validation loss below %.4f in the last %d: the run ends here (validation.patience)"
-            log.info("step %d: " + words, progress.step, progress.best_validation, patience)
+            log.info("step %d: " + words, progress.step, best, patience)
             self.total_steps = progress.step
 
     @contextlib.contextmanager

@@ -218,3 +218,26 @@ def test_the_demo_runs_within_a_minute(tmp_path: Path) -> None:
     assert main(["train", "--preset", "lora-demo", "--job.dump_folder", str(tmp_path / "run")]) == 0
     written = rows(tmp_path / "run")
     assert written[-1]["loss"] < written[0]["loss"] - 1
+
+
+def test_the_step_of_the_base_is_not_a_step_of_the_run(tmp_path: Path) -> None:
+    """`checkpoint.load_step` chooses among the base's steps at first, and among the run's own when it is resumed."""
+    run(tmp_path / "base", training__steps=4, **SAVING)
+    based = {"checkpoint__initial_load_path": str(tmp_path / "base" / "checkpoint"), **SAVING, **LORA}
+    first = {**based, "checkpoint__initial_load_model_only": True, "checkpoint__load_step": 2}
+    run(tmp_path / "lora", training__steps=4, lr_scheduler__total_steps=8, **first)
+    again = {**based, "checkpoint__initial_load_model_only": True, "lr_scheduler__total_steps": 8}
+    run(tmp_path / "lora", training__steps=6, **again)  # of which the base has no newest one: it has 4, this run 2
+    run(tmp_path / "lora", training__steps=7, checkpoint__load_step=6, **again)  # of which the base has none
+    assert [row["step"] for row in rows(tmp_path / "lora")] == list(range(1, 8))
+
+
+def test_a_run_of_the_whole_model_is_not_continued_as_an_adapter(tmp_path: Path) -> None:
+    run(tmp_path / "run", training__steps=2, **SAVING)
+    with pytest.raises(UserError, match="holds a whole model, not an adapter"):
+        run(tmp_path / "run", training__steps=4, lr_scheduler__total_steps=4, **SAVING, **LORA)
+
+
+def test_dropout_that_the_output_layer_cannot_have_is_said(tmp_path: Path, caplog: Any) -> None:
+    run(tmp_path, training__steps=1, lora__target_modules=["output"], lora__dropout=0.1, **LORA)
+    assert "lora.dropout has no effect on output" in caplog.text

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 import threading
@@ -13,7 +14,8 @@ import torch
 
 from shardline.checkpoint import background
 from shardline.checkpoint import format as files
-from shardline.checkpoint.resume import Start
+from shardline.checkpoint.resume import RunPosition, Start
+from shardline.config.load import load_config
 from shardline.errors import UserError
 from shardline.run.options import TrainOptions
 from shardline.storage import crash_points as save_points
@@ -548,3 +550,33 @@ def test_a_run_that_ends_waits_for_what_goes_on_behind(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="something else"):
         run(tmp_path / "run", **BEHIND)
     files.find_checkpoint(tmp_path / "run", 2).verify()
+
+
+def test_a_run_that_only_loads_leaves_later_checkpoints_alone(tmp_path):
+    saving = {**SAVING, "checkpoint__interval": 1}
+    run(tmp_path, training__steps=4, **saving)
+    before = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    run(tmp_path, training__steps=4, checkpoint__load_only=True, checkpoint__load_step=2, **saving)
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == before
+
+
+def test_adafactors_own_schedule_is_resumed(tmp_path):
+    own = {"optimizer__name": "Adafactor", "optimizer__adafactor_relative_step": True, **SAVING}
+    whole = run(tmp_path / "whole", training__steps=4, **own)
+    run(tmp_path / "parts", training__steps=4, **own)
+    shutil.rmtree(tmp_path / "parts/checkpoint/step-4")
+    parts = run(tmp_path / "parts", training__steps=4, **own)
+    assert [row["loss"] for row in parts] == [row["loss"] for row in whole]
+
+
+@pytest.mark.parametrize("losses", [[math.nan, 2.0, 1.0, 3.0], [math.inf, 1.0, 3.0]])
+def test_a_validation_that_is_not_finite_is_not_the_best(losses):
+    progress = RunPosition(step=1)
+    trainer = SimpleNamespace(
+        progress=progress, total_steps=9, config=load_config(overrides={"validation.patience": 3})
+    )
+    for loss in losses:
+        Trainer._stop_if_worse(trainer, loss)
+    assert progress.best_validation == 1.0
+    assert progress.worse_validations == 1
+    assert trainer.total_steps == 9

@@ -17,9 +17,9 @@ from shardline.checkpoint.format import MANIFEST, Saved, find_checkpoint
 from shardline.checkpoint.lora.base import Base, find_base, hf_base, recorded_adaptation
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
+from shardline.models.added_rows import read_hf_enlarged
 from shardline.models.fused_weights import embedding_name, logical_shapes
 from shardline.models.huggingface.config import architecture_from_hf
-from shardline.models.huggingface.files import read_hf
 from shardline.models.init import draw_tensor, initial_std
 from shardline.storage.safetensors import LazyTensors
 
@@ -95,7 +95,7 @@ def base_tensors(base: Base, arch: Architecture) -> LazyTensors:
     """Frozen weights, each read or drawn when it is asked for."""
     if base.kind == "seed":
         return DrawnTensors(arch, base.seed)
-    return read_hf(base.path, arch) if base.kind == "hf" else find_checkpoint(Path(base.path)).weights()
+    return read_hf_enlarged(Path(base.path), arch) if base.kind == "hf" else find_checkpoint(Path(base.path)).weights()
 
 
 class DrawnTensors(LazyTensors):

@@ -38,8 +38,12 @@ class Base(NamedTuple):
         return f"weights drawn from seed {self.seed}" if self.kind == "seed" else self.path
 
 
-def base_of(config: Config, seed: int) -> Base:
-    """The frozen weights that a config names."""
+def base_of(config: Config, seed: int, resumed: Path | None = None) -> Base:
+    """The frozen weights that a config names.
+
+    In a run that is resumed from the folder `resumed`, `checkpoint.load_step` is a step of its own, and the step of the
+    frozen weights is the recorded one.
+    """
     section = config.checkpoint
     if section.enable and section.initial_load_in_hf:
         return hf_base(Path(local_path(section.initial_load_path or config.model.hf_assets_path)))
@@ -48,8 +52,24 @@ def base_of(config: Config, seed: int) -> Base:
             "checkpoint.initial_load_path: with frozen weights it must be a folder; fetch the checkpoint first"
         )
     if section.enable and section.initial_load_path is not None:
-        return checkpoint_base(Path(section.initial_load_path), section.load_step)
+        folder = Path(section.initial_load_path)
+        if resumed is None:
+            return checkpoint_base(folder, section.load_step)
+        return checkpoint_base(_recorded_step(resumed, section.load_step, folder) or folder)
     return Base("seed", "", seed, f"seed {seed}")
+
+
+def _recorded_step(resumed: Path, step: int, folder: Path) -> Path | None:
+    """The checkpoint in `folder` whose weights a run has under its own; None if it is not there (any more)."""
+    from shardline.checkpoint.format import find_checkpoint
+
+    try:
+        saved = find_checkpoint(resumed, step)
+    except UserError:  # the start itself will say so
+        return None
+    known = recorded_base(saved) if saved.trainer.get("lora") else recorded_reference(saved)
+    path = Path(known.path) if known is not None and known.kind == "checkpoint" else None
+    return path if path is not None and path.is_relative_to(folder.resolve()) and path.is_dir() else None
 
 
 def hf_base(folder: Path) -> Base:
@@ -85,14 +105,14 @@ def fill_base(model: Parameters, base: Base) -> None:
     """Fill parameters with the frozen weights."""
     from shardline.checkpoint.format import find_checkpoint
     from shardline.checkpoint.load import load_weights
-    from shardline.models.huggingface.files import read_hf
+    from shardline.models.added_rows import read_hf_enlarged
     from shardline.models.init import init_weights
     from shardline.models.state import load_logical_state
 
     if base.kind == "seed":
         init_weights(model, base.seed)
     elif base.kind == "hf":
-        load_logical_state(model, read_hf(base.path, model.arch))
+        load_logical_state(model, read_hf_enlarged(Path(base.path), model.arch))
     else:
         load_weights(find_checkpoint(Path(base.path)), model)
 
@@ -116,6 +136,11 @@ def recorded_adaptation(saved: Saved) -> Adaptation | None:
 
 
 def recorded_base(saved: Saved) -> Base:
+    if saved.trainer.get("lora") is None:
+        raise UserError(
+            f"{saved.path} holds a whole model, not an adapter: train an adapter of it in another job.dump_folder, with"
+            " checkpoint.initial_load_path"
+        )
     return Base(**saved.trainer["lora"]["base"])
 
 

@@ -36,6 +36,17 @@ REFUSED: list[Rule] = [
         "memory_budget is a setting of the compiler",
         remedy="set compile.enable = true with 'model' in compile.components, or choose 'selective'",
     ),
+    refuse(
+        "activation_checkpoint.preserve_rng_state",
+        lambda c: (
+            not c.activation_checkpoint.preserve_rng_state
+            and c.activation_checkpoint.mode in RECOMPUTING
+            and c.lora.enable
+            and c.lora.dropout > 0
+        ),
+        "recomputation would drop other elements than lora.dropout dropped in forward",
+        remedy="set it to true, or lora.dropout = 0",
+    ),
     *(
         refuse(
             "compile.cuda_graphs",

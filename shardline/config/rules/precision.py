@@ -25,6 +25,12 @@ TYPES: list[Rule] = [
         remedy="set optimizer.early_step_in_backward = false, or compute in bfloat16",
     ),
     refuse(
+        "parallelism.gradient_compression",
+        lambda c: _computes_in_float16(c) and c.parallelism.gradient_compression in ("powersgd", "int8", "topk"),
+        "what is left out of a step would be added to gradients with another loss scale",
+        remedy='set it to "bfloat16" or "none", or compute in bfloat16',
+    ),
+    refuse(
         "training.mixed_precision_param",
         lambda c: _computes_in_float16(c) and c.training.dtype != "float32",
         lambda c: f"float16 needs weights in float32, not in {c.training.dtype}",
@@ -39,6 +45,12 @@ TYPES: list[Rule] = [
 ]
 
 GATHERED: list[Rule] = [
+    refuse(
+        f"{FLOAT8_LINEAR}.enable_fsdp_float8_all_gather",
+        lambda c: _gathers_float8(c) and c.training.enable_cpu_offload,
+        "weights that are kept in host memory are gathered as they are",
+        remedy="set it or training.enable_cpu_offload to false",
+    ),
     refuse(
         f"{FLOAT8_LINEAR}.enable_fsdp_float8_all_gather",
         lambda c: _gathers_float8(c) and c.quantize.linear.float8.recipe_name not in (None, "tensorwise"),

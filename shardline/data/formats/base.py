@@ -158,10 +158,15 @@ class Ready:
         if "input_ids" not in record:
             fields = ", ".join(sorted(map(str, record)))
             raise UserError(f"no field 'input_ids', which a source without a type needs; its fields: {fields}")
-        ids = np.array(record["input_ids"], dtype=np.int64)
-        labels = record.get("labels")
-        trained = np.ones(len(ids), bool) if labels is None else np.array(labels) != IGNORED
-        real = np.array(record.get("attention_mask", np.ones(len(ids))), dtype=bool)
+        if record["input_ids"] is None:
+            return []
+        labels, mask = record.get("labels"), record.get("attention_mask")
+        try:
+            ids = np.array(record["input_ids"], dtype=np.int64).reshape(-1)
+            trained = np.ones(len(ids), bool) if labels is None else np.array(labels, dtype=np.int64) != IGNORED
+            real = np.ones(len(ids), bool) if mask is None else np.array(mask, dtype=np.int64) != 0
+        except (TypeError, ValueError) as error:
+            raise UserError(f"input_ids, labels and attention_mask must be lists of whole numbers ({error})") from error
         if len(trained) != len(ids) or len(real) != len(ids):
             raise UserError(f"{len(ids)} input_ids, but {len(trained)} labels and {len(real)} in attention_mask")
         if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):

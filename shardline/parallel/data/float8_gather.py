@@ -93,7 +93,8 @@ def _attach(parameter: Any, wanted: set[nn.Module]) -> Shard8 | None:
     about, shard = parameter._module_info, parameter._sharded_local_tensor
     if about.module not in wanted or about.param_name != "weight":
         return None
-    if shard.size() != parameter.padded_sharded_param_size or parameter.fsdp_placement.dim != 0:
+    ranks = parameter.mesh_info.shard_mesh_size
+    if parameter.fsdp_placement.dim != 0 or parameter._orig_size[0] % ranks:  # equal on all ranks, unlike their shards
         return None
     found = Shard8(shard)
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = found.before, found.after

@@ -98,7 +98,8 @@ def _expert_cut(ranks: int, experts: int, parameter: nn.Parameter) -> Shard | No
     """
     if experts >= ranks or parameter.ndim < 3 or parameter.shape[1:-1] == (2,):
         return None
-    return Shard(3 if parameter.ndim == 4 else 1)
+    dim = 3 if parameter.ndim == 4 else 1
+    return Shard(dim) if parameter.shape[dim] % ranks == 0 else None  # only whole experts can be shared out unevenly
 
 
 def use_counted_collectives(

@@ -30,7 +30,8 @@ class ExpertLoad:
         self.blocks: dict[int, Block] = here
         biases = {layer: block.moe.router.balance for layer, block in here.items() if block.moe is not None}
         frozen = model.adaptation is not None
-        self.biases = {layer: bias for layer, bias in biases.items() if bias is not None and not frozen}
+        fixed = {layer for layer in biases if frozen or f"layers.{layer}.moe.router.balance" in model.frozen}
+        self.biases = {layer: bias for layer, bias in biases.items() if bias is not None and layer not in fixed}
         self.coefficient = 0.0 if moe is None else moe.balance_coeff
         self.loads = torch.empty(0)  # (layers, experts) of the last step
 

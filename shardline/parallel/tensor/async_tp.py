@@ -102,7 +102,9 @@ def prepare(
     place = topology(device)
     file = remembered_file(cache, place)
     remembered: dict[str, Any] = mesh.from_rank_0(lambda: _read(file))
-    shapes = run_shapes(config, arch, plan, dtype, recipes)
+    # Equal on all ranks, in one order: they measure together. Stages may differ in what is converted.
+    of_ranks = mesh.from_everyone(sorted({written(recipe) for recipe in recipes}))
+    shapes = run_shapes(config, arch, plan, dtype, sorted({low for some in of_ranks for low in some}))
 
     def choose(known: dict[str, Any], tell: Callable[[str], None]) -> AsyncTensor:
         found, fresh = _choose(shapes, allowed, forced, known, device, tell)
@@ -150,15 +152,18 @@ def run_shapes(
     arch: Architecture,
     plan: TensorParallel,
     dtype: torch.dtype,
-    recipes: Collection[Recipe | None] = (None,),
+    lows: Sequence[str] = ("",),
 ) -> list[Shape]:
-    """Return the products of training and, if their sizes differ, of validation, for a rank's part of each sequence."""
+    """Return the products of training and, if their sizes differ, of validation, for a rank's part of each sequence.
+
+    `lows` are the float8 recipes of products as `written`; "" for none.
+    """
     found: dict[Product, Shape] = {}
     for name, batch, length in batch_shapes(config):
         rows = batch * length // config.parallelism.context_parallel_degree
         sizes = (arch, plan.degree, rows, dtype)
         trains, sequence_parallel = name == "training", plan.sequence_parallel
-        for low in map(written, recipes):
+        for low in lows:
             for beside in _kinds_beside(config, arch, low):
                 shapes = block_shapes(
                     *sizes, sequence_parallel=sequence_parallel, training=trains, low=low, beside=beside

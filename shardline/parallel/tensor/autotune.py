@@ -135,7 +135,7 @@ def block_shapes(
     ]
     weights.append((row, arch.n_heads * arch.v_dim // degree, (arch.dim,)))
     for width in cut_widths(arch).values():
-        into = [(2 * width // degree, *more) for more in sorted(beside((("w1", "w3"),)))]
+        into = [((2 if arch.gated else 1) * width // degree, *more) for more in sorted(beside((("w1", "w3"),)))]
         weights += [*((column, arch.dim, widths) for widths in into), (row, width // degree, (arch.dim,))]
     silent = {("copy_linear", "forward"), ("linear_all_reduce", "backward")}
     return [

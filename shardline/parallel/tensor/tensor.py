@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout
 from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.models.adapted.low_rank import (
@@ -140,6 +141,17 @@ def check_rows(config: Config, plan: TensorParallel) -> None:
                 f"{name}.seq_len = {length}: {batch} x {length} = {batch * length} tokens cannot be shared evenly by"
                 f" {plan.degree} tensor-parallel ranks; nearest lengths: {near}"
                 " (or set parallelism.enable_sequence_parallel = false)"
+            )
+
+
+def check_shared_rows(config: Config, layout: Layout) -> None:
+    """Raise if the ranks of tp cannot route equal parts of the tokens to experts of their own."""
+    for name, batch, length in batch_shapes(config):
+        if (rows := batch * length // layout.cp) % layout.tp:
+            raise ConfigError(
+                f"{name}.seq_len = {length}: {rows} tokens of a rank cannot be shared evenly by {layout.tp}"
+                " tensor-parallel ranks, which send them to experts; choose another length, or set"
+                f" parallelism.expert_tensor_parallel_degree = {layout.tp}"
             )
 
 

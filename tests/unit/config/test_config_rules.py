@@ -122,6 +122,22 @@ def test_rules_name_real_keys():
         ),
         ({"checkpoint__create_seed_checkpoint": True}, "checkpoint.enable = true"),
         (
+            {
+                "activation_checkpoint__mode": "full",
+                "activation_checkpoint__preserve_rng_state": False,
+                "lora__enable": True,
+                "lora__dropout": 0.1,
+            },
+            "activation_checkpoint.preserve_rng_state: recomputation would drop other elements",
+        ),
+        *(
+            (
+                {"training__mixed_precision_param": "float16", "parallelism__gradient_compression": kind},
+                "parallelism.gradient_compression: what is left out of a step",
+            )
+            for kind in ("int8", "topk", "powersgd")
+        ),
+        (
             {"parallelism__pipeline_parallel_schedule": "1F2B"},
             "parallelism.pipeline_parallel_schedule: there is no schedule '1F2B', did you mean '1F1B'?",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from shardline.config.layout import AXES, EXPERT_AXES, KEYS, Layout, resolve_lay
 from shardline.config.load import load_config
 from shardline.config.schema import Parallelism
 from shardline.errors import ConfigError, UserError
+from shardline.models.flavors import resolve
+from shardline.parallel.apply import check_layout
 from shardline.parallel.tensor.tensor import TensorParallel, check_rows, nearest_lengths
 
 small = st.integers(1, 6)
@@ -225,3 +228,15 @@ def test_a_number_of_ranks_that_is_none_is_named(text: str, monkeypatch: pytest.
         world_size()
     monkeypatch.setenv("WORLD_SIZE", "12")
     assert world_size() == 12
+
+
+@pytest.mark.parametrize(("length", "refused"), [(33, True), (32, False)])
+def test_ranks_that_route_parts_of_the_tokens_need_equal_parts(length, refused):
+    keys = {"tensor_parallel_degree": 2, "expert_parallel_degree": 2, "enable_sequence_parallel": False}
+    moe = {"n_experts": 4, "top_k": 2, "expert_dim": 16}
+    sizes = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 32, "vocab_size": 300, "moe": moe}
+    settings = {f"parallelism.{key}": value for key, value in keys.items()} | {"model.overrides": sizes}
+    config = load_config(overrides=settings | {"training.seq_len": length, "training.local_batch_size": 1})
+    layout = resolve_layout(config.parallelism, 2)
+    with pytest.raises(ConfigError, match="33 tokens of a rank") if refused else contextlib.nullcontext():
+        check_layout(config, resolve(config.model), layout)

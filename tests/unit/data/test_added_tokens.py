@@ -110,3 +110,14 @@ def test_a_rank_reads_its_rows_of_old_and_new_tokens(place):
     tensors = AddedRows(Stored({"tok_embeddings.weight": old, "norm.weight": old[0]}), 7, 2)
     assert torch.allclose(tensors.part("tok_embeddings.weight", (place, slice(1, 3))), whole[place, 1:3], atol=1e-6)
     assert torch.equal(tensors["norm.weight"], old[0])
+
+
+def test_frozen_weights_get_rows_for_added_tokens_too(folder):
+    added = {"data.added_tokens": ["<new>", "<newer>"], "lora.enable": True}
+    added |= {"lora.rank": 4, "lora.modules_to_save": ["tok_embeddings", "output"]}
+    trainer = Trainer(load_config(None, settings(folder, **added)))
+    before = LlamaForCausalLM.from_pretrained(folder).model.embed_tokens.weight.detach()
+    embedding = trainer.model.tok_embeddings.weight.detach().clone()
+    assert len(embedding) == len(before) + 2
+    torch.testing.assert_close(embedding[len(before) :].float(), before.mean(0).expand(2, -1), atol=1e-2, rtol=0)
+    trainer.train()

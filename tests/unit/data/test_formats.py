@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardline.config.sources import SourceTable
-from shardline.data.formats.base import FormatOptions
+from shardline.data.formats.base import FormatOptions, Ready
 from shardline.data.formats.choose import choose_format
 from shardline.data.formats.instruction import INSTRUCTIONS
 from shardline.data.prepare import prepare
@@ -244,3 +244,39 @@ def test_a_store_of_records_keeps_masks_and_checksums(tmp_path, monkeypatch):
         TokenStore.open(tmp_path / "out").has_trained()
     with pytest.raises(UserError, match="another source or tokenizer"):
         prepare(record_source(table), RecordEncoder(TOKENIZER, made, "other"), tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('[{"text": "a"}]\n[{"text": "b"}]', r"rows.json:2: text after the end of the list"),
+        ('[{"text": "a"},\n{"text": "b"}', r"rows.json: the list has no end"),
+        ('[{"text": "a"}]\n{"text": "b"}\n', r"rows.json:2: text after the end"),
+    ],
+)
+def test_a_list_ends_once_and_nothing_follows_it(tmp_path, content, words):
+    file = tmp_path / "rows.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match=words):
+        texts(path=str(file))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"input_ids": None}, []),
+        ({"input_ids": [1, 2, 3], "attention_mask": None, "labels": None}, [([1, 2, 3], [True] * 3)]),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0], "labels": [-100, 2, 3]}, [([1, 2], [False, True])]),
+    ],
+)
+def test_columns_without_a_value(record, expected):
+    found = Ready(300).rows(record)
+    assert [(row.ids.tolist(), row.trained.tolist()) for row in found] == expected
+
+
+@pytest.mark.parametrize(
+    "record", [{"input_ids": ["a"]}, {"input_ids": [1, None]}, {"input_ids": [1], "labels": [None]}]
+)
+def test_columns_that_are_no_numbers(record):
+    with pytest.raises(UserError, match="must be lists of whole numbers"):
+        Ready(300).rows(record)

@@ -127,3 +127,12 @@ def test_vocabulary_must_fit() -> None:
     check_vocabulary(ByteTokenizer(), SimpleNamespace(vocab_size=258))
     with pytest.raises(UserError, match=r"--model.overrides.vocab_size=258"):
         check_vocabulary(ByteTokenizer(), SimpleNamespace(vocab_size=257))
+
+
+def test_half_a_surrogate_pair_does_not_end_the_work(tmp_path: Path) -> None:
+    tokenizer = JsonTokenizer(write_tokenizer(tmp_path) / "tokenizer.json")
+    text = json.loads('"cut \\ud83d off"')
+    assert tokenizer.encode(text) == tokenizer.encode("cut ? off")
+    assert [row.tolist() for row in tokenizer.encode_arrays([text])] == [tokenizer.encode("cut ? off")]
+    assert tokenizer.encode_pieces(text).ids.tolist() == tokenizer.encode("cut ? off")
+    assert tokenizer.encode("é") != tokenizer.encode("?")

@@ -1,8 +1,10 @@
 """Starting ranks without starting any: options, whose failure is shown, cores, NCCL variables, kept output."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from shardline.launch.failures import choose_cause, show
 from shardline.launch.rank_main import run
 from shardline.launch.rounds import End
 from shardline.report import Report, read_report, report_of, write_report
+from shardline.run import attempt, enforcer
 from shardline.run import numa as binding
 from shardline.run.numa import nccl_variables, numa_nodes, prepare_rank, share_cores
 from shardline.run.options import TrainOptions
@@ -194,6 +197,33 @@ def test_a_finished_machine_ends_when_the_store_is_gone(agent, codes, silent, st
     agent.ranks = ended(*codes)
     agent.rendezvous = SimpleNamespace(end=None, cut_off=False, silent_seconds=silent, is_done=lambda: False)
     assert agent._watch() is status
+
+
+@pytest.mark.parametrize("preempted", [75, 143])
+def test_a_hang_is_a_failure_whatever_the_code_of_a_preemption(tmp_path, preempted):
+    agent = Agent(Launch("module:function", (), TrainOptions(), preempted_exit_code=preempted), tmp_path)
+    hung = SimpleNamespace(code=75, written_report=lambda: failure("hang", 0, text="rank 1 is missing"))
+    stopped = SimpleNamespace(code=preempted, written_report=lambda: None)
+    assert agent._has_failed(hung)
+    assert not agent._has_failed(stopped)
+
+
+def test_ranks_that_save_get_the_time_of_a_save_once(tmp_path, monkeypatch):
+    agent = Agent(Launch("module:function", (), TrainOptions(), save_timeout_seconds=600.0), tmp_path)
+    agent.notes_file = tmp_path / "notes.json"
+    monkeypatch.setenv(attempt.VARIABLE, json.dumps({"notes": str(agent.notes_file)}))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert not agent._give_more_time(), "no save is under way"
+    attempt.note("first_step")
+    with enforcer.saving():
+        assert agent._give_more_time()
+        assert agent.kill_at > time.monotonic() + 590
+        assert not agent._give_more_time(), "only once"
+        agent.gave_more, agent.forwarded = False, 2
+        assert not agent._give_more_time(), "a second signal does not wait"
+    agent.forwarded = 1
+    assert not agent._give_more_time(), "the save has ended"
+    assert "first_step" in attempt.read(agent.notes_file)
 
 
 def test_what_a_rank_printed_is_kept_in_the_log_folder(tmp_path):

@@ -258,3 +258,9 @@ def test_a_compiled_block_keeps_no_middle_of_its_feed_forward_part():
         block(x).sum().backward()
     assert (6, 1, 20) in kept  # gate and up
     assert (6, 20) not in kept
+
+
+def test_products_in_float8_are_products():
+    a, b = torch.empty(8, 16), torch.empty(32, 16).t()
+    assert activation.product_shape(torch.ops.aten._scaled_mm.default, (a, b)) == (16, 32)
+    assert activation.product_shape(torch.ops.aten.mm.default, (a, b)) == (16, 32)

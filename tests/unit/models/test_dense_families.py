@@ -2,13 +2,17 @@
 
 import functools
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from shardline.models.attention import document_lengths
 from shardline.models.decoder import Decoder
 from shardline.models.generate import generate
 from shardline.models.huggingface.config import architecture_from_dict
@@ -230,3 +234,26 @@ def test_keys_left_out_have_the_values_of_transformers(name: str) -> None:
     assert architecture_from_dict({"model_type": config.model_type, **sizes}) == architecture_from_dict(
         config.to_dict()
     )
+
+
+@pytest.mark.parametrize("case", ["llama-dynamic", "llama-longrope"])
+def test_a_packed_document_has_the_frequencies_of_its_own_length(case: str, tmp_path: Path) -> None:
+    plain = ours(case, tmp_path)
+    packed = Decoder(plain.arch.model_copy(update={"attn_mask_type": "block_causal"}))
+    packed.load_state_dict(plain.state_dict())
+    ends = [[0, 20, 32], [0, 9, 14, 32]]  # below and above the original 16
+    numbers = [[sum(place >= end for end in row[1:]) for place in range(32)] for row in ends]
+    with torch.no_grad():
+        found = packed(tokens(32), documents=torch.tensor(numbers, dtype=torch.int32))
+        for row, cuts in enumerate(ends):
+            for a, b in pairwise(cuts):
+                torch.testing.assert_close(found[row, a:b], plain(tokens(32)[row : row + 1, a:b])[0], atol=1e-5, rtol=0)
+
+
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=3))
+def test_lengths_of_documents(rows: list[list[int]]) -> None:
+    width = max(map(sum, rows))
+    rows = [[*row, width - sum(row)] if sum(row) < width else row for row in rows]
+    documents = torch.stack([torch.cat([torch.full((size,), n) for n, size in enumerate(row)]) for row in rows])
+    expected = [[size for size in row for _ in range(size)] for row in rows]
+    assert document_lengths(documents).tolist() == expected

@@ -15,6 +15,7 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
+from shardline.models.dtensor import local  # noqa: E402
 from shardline.models.experts.row_kernels import add_up_kernel, swiglu_gradient_kernel, swiglu_kernel  # noqa: E402
 from shardline.models.products.narrow import keep_narrow, narrow_copy  # noqa: E402
 from shardline.optim.gpu_adam import GPUAdam  # noqa: E402
@@ -99,6 +100,12 @@ def check_shards() -> None:
         ours.step()
     torch.testing.assert_close(found.to_local(), wanted, rtol=1e-5, atol=1e-6)
     assert isinstance(ours.state[found]["exp_avg"], DTensor)
+    assert [local(ours.state[one]["step"]).item() for one in (found, nothing)] == [2, 2]
+    nothing.grad = torch.zeros_like(nothing)
+    ours.prepare()
+    ours.zero_grad()
+    ours.step()
+    assert local(ours.state[nothing]["step"]).item() == 2, "a step that was planned and left out does not count"
     dist.destroy_process_group()
 
 

@@ -235,3 +235,21 @@ def test_state_saved_and_loaded_continues_bitwise_also_as_an_ordinary_run():
         ordinary_step(ordinary, one, step)
     assert difference(model, again) == 0
     assert difference(model, ordinary) == 0
+
+
+def test_both_passes_drop_the_same_elements():
+    _, model, _, _, early_step = pair()
+    drawn = []
+
+    def backward() -> torch.Tensor:
+        mask = torch.nn.functional.dropout(torch.ones(8, 16), 0.5)
+        drawn.append(mask)
+        loss = (model(torch.ones(8, 16)) * mask).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    torch.manual_seed(3)
+    step_early(early_step, backward, one_rank, 1e-3)
+    first, second = drawn
+    assert torch.equal(first, second)
+    assert not torch.equal(first, torch.nn.functional.dropout(torch.ones(8, 16), 0.5)), "later steps draw anew"

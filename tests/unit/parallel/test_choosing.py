@@ -49,9 +49,12 @@ from shardline.parallel.tensor.backend_table import (
     chosen_backend,
     product_of,
 )
+from shardline.parallel.tensor.float8_rows import written
 from shardline.parallel.tensor.fused import Fused
 from shardline.parallel.tensor.serial_and_ring import CHUNKS
 from shardline.parallel.tensor.symmetric import Symmetric
+from shardline.parallel.tensor.tensor import TensorParallel
+from shardline.precision.float8 import Recipe
 from shardline.precision.mixed import choose_precision
 from shardline.tools.bench.torch_fused import TorchFused
 from shardline.training.setup import build_model
@@ -339,6 +342,7 @@ LATENT = {
         (4, {"n_kv_heads": 2}),  # fewer: keys and values have a weight of their own, and each rank takes a part of it
         (8, {"n_kv_heads": 1}),
         (2, {"n_kv_heads": 8, "head_dim": 16, "ffn_dim": 96}),  # heads wider than dim / n_heads
+        (2, {"gated": False, "ffn_dim": 96}),
         (2, LATENT),
         (4, {**LATENT, "latent": {**LATENT["latent"], "q_rank": 24}}),
         (2, {**LATENT, "moe": {"n_experts": 4, "top_k": 2, "expert_dim": 16, "shared_dim": 32, "first_dense": 1}}),
@@ -482,3 +486,19 @@ def test_times_of_a_step_on_the_host(found):
 )
 def test_the_hidden_share(sent, waited, hidden):
     assert Times(sent, waited).hidden == hidden
+
+
+def test_ranks_measure_the_same_products_in_one_order(tmp_path, monkeypatch):
+    """Stages and float8 filters differ between ranks, and the order of a set between processes."""
+    settings = {"model.overrides": MODEL, "parallelism.tensor_parallel_degree": 2}
+    settings |= {"parallelism.enable_async_tensor_parallel": True}
+    config, low = load_config(overrides=settings), Recipe("tensorwise", emulate=True)
+    asked, both = [], ["", written(low)]
+    monkeypatch.setattr(async_tp, "topology", lambda device: {})
+    monkeypatch.setattr(async_tp, "_choose", lambda shapes, *rest: asked.append(shapes) or (async_tp.AsyncTensor(), {}))
+    for recipes in ({None, low}, {low, None}, {None}, {low}):
+        mesh = SimpleNamespace(rank=0, from_rank_0=lambda read: {}, from_everyone=lambda mine: [both, mine])
+        plan = TensorParallel(2, True, True, True)
+        async_tp.prepare(config, resolve(config.model), mesh, plan, torch.float32, CPU, tmp_path, frozenset(recipes))
+    assert all(shapes == asked[0] for shapes in asked)
+    assert {shape.product.low for shape in asked[0]} == {"", written(low)}

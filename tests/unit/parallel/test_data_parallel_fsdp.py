@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 
 from shardline.comm import exposed_time
 from shardline.comm.exposed_time import Exposed, StreamWaits, exposed
@@ -21,8 +22,9 @@ from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
+from shardline.parallel.data import float8_gather
 from shardline.parallel.data import fsdp as data
-from shardline.parallel.data.fsdp import CountedGather, CountedScatter, TimedWork, set_gradient_sync
+from shardline.parallel.data.fsdp import CountedGather, CountedScatter, TimedWork, _expert_cut, set_gradient_sync
 from shardline.precision.mixed import choose_precision
 from shardline.training.setup import build_model
 from tests.parity.harness import MODEL
@@ -342,3 +344,28 @@ def test_a_mark_stands_before_each_wait_of_a_stream(layout, batches, expected):
     for log, same in ranks().run(layout.world_size, marked, layout, batches):
         assert log == expected
         assert same
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "ranks", "cut"),
+    [((1, 12, 8), 1, 3, 1), ((1, 2, 8, 12), 1, 3, 3), ((1, 16, 8), 1, 3, None), ((4, 16, 8), 4, 3, None)],
+)
+def test_experts_are_cut_where_ranks_get_equal_parts(shape, experts, ranks, cut):
+    found = _expert_cut(ranks, experts, torch.nn.Parameter(torch.empty(shape, device="meta")))
+    assert found == (None if cut is None else Shard(cut))
+
+
+@pytest.mark.parametrize(("rows", "attached"), [(8, True), (9, False)])
+def test_every_rank_decides_alike_what_is_gathered_in_float8(rows, attached):
+    """Of uneven rows most ranks hold as many as FSDP pads to: each would decide by its own shard."""
+    module = torch.nn.Linear(4, rows)
+    parameter = SimpleNamespace(
+        _module_info=SimpleNamespace(module=module, param_name="weight"),
+        _sharded_local_tensor=torch.empty(-(-rows // 2), 4),
+        padded_sharded_param_size=torch.Size((-(-rows // 2), 4)),
+        fsdp_placement=Shard(0),
+        mesh_info=SimpleNamespace(shard_mesh_size=2),
+        _orig_size=torch.Size((rows, 4)),
+        _init_extensions=lambda: None,
+    )
+    assert (float8_gather._attach(parameter, {module}) is not None) == attached

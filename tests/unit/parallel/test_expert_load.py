@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from shardline.adapters.freeze import freeze_except
 from shardline.adapters.lora import NOTHING
 from shardline.config.architecture import Architecture, MixtureOfExperts
 from shardline.models.decoder import Decoder
 from shardline.parallel.expert.balance import ExpertLoad
+from shardline.precision.mixed import Precision, apply_precision
 from shardline.telemetry.summary import expert_summary
 
 MOE = MixtureOfExperts(
@@ -64,3 +66,16 @@ def test_losses_of_workers_are_means_over_them_and_frozen_routers_keep_their_bia
 def test_the_closing_table_has_the_last_and_the_worst_step():
     said = "1.50 times the mean at most (layer 2), 3.00 in the worst step"
     assert expert_summary([1.25, 3.0, 1.5], {"1": 1.25, "2": 1.5}) == said
+
+
+def test_routers_outside_of_what_is_trained_keep_their_biases():
+    model = Decoder(Architecture(**SIZES, rope_theta=10000.0, norm_eps=1e-5, moe=MOE))
+    freeze_except(model, [r"layers\.2\."])
+    assert list(ExpertLoad(model, torch.device("cpu")).biases) == [2]
+
+
+def test_biases_keep_their_type_whatever_weights_are_stored_in():
+    model = Decoder(Architecture(**SIZES, rope_theta=10000.0, norm_eps=1e-5, moe=MOE))
+    apply_precision(model, Precision(torch.bfloat16, torch.bfloat16, torch.float32, ()))
+    types = {name.endswith("router.balance"): parameter.dtype for name, parameter in model.named_parameters()}
+    assert types == {True: torch.float32, False: torch.bfloat16}

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from shardline.config.write import to_toml
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder, Stage
 from shardline.models.flavors import resolve
+from shardline.parallel.apply import _check_trained
 from shardline.parallel.pipeline.channels import messages_of
 from shardline.parallel.pipeline.schedules import build_schedule
 from shardline.parallel.pipeline.stages import (
@@ -287,3 +289,26 @@ def test_messages_go_where_they_are_needed(name, ranks, microbatches):
 def test_forward_alone_sends_activations_alone():
     orders = [[Action("F", stage, number) for number in range(3)] for stage in range(2)]
     assert {message.key.what for message in messages_of(orders, (0, 1))} == {"activation"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "patterns", "refused"),
+    [
+        ([Stage((0, 1), True, False)], ["layers.7"], "layers 0 to 1"),
+        ([Stage((), True, False)], ["layers.7"], "only the embedding"),
+        ([Stage((0, 1), True, False), Stage((6, 7), False, True)], ["layers.7"], "layers 0 to 1"),
+        ([Stage((4, 5), False, False)], ["layers.7"], "layers 4 to 5"),
+        ([Stage((0, 1), True, False)], ["layers.1"], None),
+        ([Stage((6, 7), False, True)], ["layers.7"], None),
+    ],
+)
+def test_a_stage_without_anything_to_train_is_refused(stages, patterns, refused):
+    with torch.device("meta"):
+        model = Decoder(architecture(), stages=stages)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(name.startswith(pattern) for pattern in patterns))
+    if refused is None:
+        _check_trained(model, stages)
+        return
+    with pytest.raises(ConfigError, match=rf"\({refused}\) has no weight to train"):
+        _check_trained(model, stages)

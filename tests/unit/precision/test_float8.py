@@ -242,6 +242,10 @@ def test_the_number_of_tokens_must_suit_the_kernels():
             keys("rowwise") | {f"{LINEAR}.enable_fsdp_float8_all_gather": True},
             "one scale cannot be scaled row by row",
         ),
+        (
+            keys("tensorwise") | {f"{LINEAR}.enable_fsdp_float8_all_gather": True, "training.enable_cpu_offload": True},
+            "kept in host memory are gathered as they are",
+        ),
         ({"model.converters": ["quantize.grouped_mm.float8"]}, "no module is named"),
     ],
 )

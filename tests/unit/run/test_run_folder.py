@@ -656,3 +656,15 @@ def test_other_ranks_need_no_lock(tmp_path):
     other = RunFolder(run.path)
     assert other.log_path(1) == tmp_path / "log" / "rank-1.log"
     run.close()
+
+
+def test_a_clock_that_was_set_back_does_not_make_a_dead_run_live(tmp_path, monkeypatch):
+    file = tmp_path / "lock"
+    file.write_text("host-a 1")
+    later = time.time() + 3600
+    os.utime(file, (later, later))
+    monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(folder_lock, "POLL_SECONDS", 0.05)
+    began = time.monotonic()
+    assert not folder_lock._beats(file)
+    assert time.monotonic() - began < 30
