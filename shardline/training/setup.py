@@ -196,8 +196,11 @@ class Setup:
 
     def _open_data(self) -> None:
         config = self.config
-        self.loader = self._loader("training")
-        self.validation = self._loader("validation") if config.validation.enable else None
+        several = self.mesh.world_size > 1
+        # Another machine may have its data prepared already, and this one may have to tokenize for hours.
+        with watchdog.patiently("preparing data") if several else contextlib.nullcontext():
+            self.loader = self._loader("training")
+            self.validation = self._loader("validation") if config.validation.enable else None
         self.total_steps = config.training.steps
         if config.training.epochs is not None:
             self.total_steps = steps_for_epochs(self.loader, config.training.epochs)

@@ -79,6 +79,34 @@ def test_a_run_of_one_process_that_has_no_steps_says_that_it_was_interrupted(tmp
     assert (process.returncode, stdout, stderr) == (143, "", "interrupted\n")
 
 
+SLOW_DISK = """
+import time
+from pathlib import Path
+from shardline.storage import crash_points
+def slowly(point, path):
+    if point == "shard-synced":
+        time.sleep(6)
+crash_points.listener = slowly
+from shardline.registry import register_hook
+@register_hook("after_step")
+def after(trainer, row):
+    (Path(__file__).parent / "stepped").touch()
+"""
+
+
+def test_a_slow_save_is_not_cut_short(tmp_path):
+    """The time for a step is over before the save is: the launcher leaves ranks that save alone."""
+    (tmp_path / "slow_disk.py").write_text(SLOW_DISK)
+    more = {"comm__stop_timeout_seconds": 2, "experimental__custom_import": tmp_path / "slow_disk.py"}
+    words = command(tmp_path / "run", **more, checkpoint__interval=100_000, checkpoint__preempted_exit_code=75)
+    process = processes.start([*words, "--nproc=2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: (tmp_path / "stepped").exists(), 90)
+    process.terminate()
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (75, ""), stderr
+    assert len(list((tmp_path / "run/checkpoint").glob("step-*[0-9]"))) == 1
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_closed_terminal_is_a_reason_to_save(tmp_path, ranks):
     """Nothing can be written to it any more, by whoever is first to try."""

@@ -1147,6 +1147,100 @@ SAMPLES_AND_EVALUATION = [
     ),
 ]
 
+FOUND_BY_READING = [
+    Change(
+        "a hang with the code of a preemption is no failure",
+        "launch/agent.py",
+        "            return True  # whatever else checkpoint.preempted_exit_code says",
+        "            return False",
+        "tests/unit/launch/test_launch.py::test_a_hang_is_a_failure_whatever_the_code_of_a_preemption[75]",
+    ),
+    Change(
+        "a launcher does not wait for saves",
+        "launch/agent.py",
+        "and not self._give_more_time():",
+        "and True:",
+        "tests/faults/test_preemption.py::test_a_slow_save_is_not_cut_short",
+    ),
+    Change(
+        "ranks do not say that they save",
+        "run/enforcer.py",
+        "attempt.say(attempt.SAVING, _saves > 0)",
+        "pass",
+        "tests/unit/launch/test_launch.py::test_ranks_that_save_get_the_time_of_a_save_once",
+    ),
+    Change(
+        "a validation loss that is NaN is the best",
+        "training/trainer.py",
+        "if math.isfinite(loss) and (",
+        "if (",
+        f"{RESUME}a_validation_that_is_not_finite_is_not_the_best[losses0]",
+    ),
+    Change(
+        "a list that is cut off is whole",
+        "data/records.py",
+        'if text[at : at + 1] != "]":',
+        "if False:",
+        "tests/unit/data/test_formats.py::test_a_list_ends_once_and_nothing_follows_it",
+    ),
+    Change(
+        "half a surrogate pair ends a preparation",
+        "data/tokenizer.py",
+        'return text if text.isascii() else text.encode("utf-8", "replace").decode()',
+        "return text",
+        "tests/unit/data/test_tokenizer.py::test_half_a_surrogate_pair_does_not_end_the_work",
+    ),
+    Change(
+        "packed documents have the frequencies of the longest",
+        "models/decoder.py",
+        "lengths = own(document_lengths(documents)) if depends_on_length(self.arch) else None",
+        "lengths = None",
+        "tests/unit/models/test_dense_families.py::test_a_packed_document_has_the_frequencies_of_its_own_length",
+    ),
+    Change(
+        "ranks measure products in orders of their own",
+        "parallel/tensor/async_tp.py",
+        "sorted({low for some in of_ranks for low in some})",
+        "[written(recipe) for recipe in recipes]",
+        "tests/unit/parallel/test_choosing.py::test_ranks_measure_the_same_products_in_one_order",
+    ),
+    Change(
+        "a rank with nothing of a parameter does not count its steps",
+        "optim/gpu_adam.py",
+        "if counters := [*(update.counter for update in every), *self._empty]:",
+        "if counters := [update.counter for update in every]:",
+        "tests/unit/optim/test_gpu_adam.py",
+    ),
+    Change(
+        "the second pass of an early step drops other elements",
+        "optim/early_step.py",
+        "_restore(before)  # dropout drops the same elements",
+        "pass",
+        "tests/unit/optim/test_early_step.py::test_both_passes_drop_the_same_elements",
+    ),
+    Change(
+        "biases of frozen routers move",
+        "parallel/expert/balance.py",
+        'if frozen or f"layers.{layer}.moe.router.balance" in model.frozen',
+        "if frozen",
+        "tests/unit/parallel/test_expert_load.py::test_routers_outside_of_what_is_trained_keep_their_biases",
+    ),
+    Change(
+        "the base of an adapter follows the run's own steps",
+        "checkpoint/lora/base.py",
+        "_recorded_step(resumed, section.load_step, folder) or folder",
+        "folder",
+        "tests/e2e/test_lora.py::test_the_step_of_the_base_is_not_a_step_of_the_run",
+    ),
+    Change(
+        "signals kill a run that has no steps yet",
+        "cli/commands.py",
+        "    with interruptible():\n        return _train_here(parsed)",
+        "    return _train_here(parsed)",
+        "tests/faults/test_preemption.py::test_a_run_of_one_process_that_has_no_steps_says_that_it_was_interrupted",
+    ),
+]
+
 CHANGES = [
     *PLANS,
     *METRICS_ROWS,
@@ -1157,4 +1251,5 @@ CHANGES = [
     *BENCHES,
     *CONFIG_AND_LAUNCH,
     *SAMPLES_AND_EVALUATION,
+    *FOUND_BY_READING,
 ]
