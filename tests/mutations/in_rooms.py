@@ -1219,7 +1219,7 @@ FOUND_BY_READING = [
         "tests/unit/optim/test_early_step.py::test_both_passes_drop_the_same_elements",
     ),
     Change(
-        "biases of frozen routers move",
+        "biases of routers that are not trained move",
         "parallel/expert/balance.py",
         'if frozen or f"layers.{layer}.moe.router.balance" in model.frozen',
         "if frozen",
