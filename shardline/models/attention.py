@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.models.compiler import separate_caches
 from shardline.models.partial_attention import (
     CUDNN_TILE,
     HALF,
@@ -34,6 +33,7 @@ from shardline.models.partial_attention import (
     kernel_with,
     sink_gradient,
 )
+from shardline.storage.compiler_cache import separate_caches
 
 SMALLEST_FLEX_HEAD = 16
 

@@ -59,7 +59,6 @@ from shardline.data.prepare import cache_folder
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
 from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention
-from shardline.models.compiler import load_compiler, separate_caches
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import check_weights, resolve
 from shardline.models.fused_weights import parameter_count
@@ -89,6 +88,7 @@ from shardline.run.output import keep_output
 from shardline.run.previous_run import changed_keys
 from shardline.run.stop import Requests
 from shardline.storage.atomic import forbid_others_to_write, write_atomically
+from shardline.storage.compiler_cache import load_compiler, separate_caches
 from shardline.telemetry.engaged import StepObserver
 from shardline.telemetry.log import hold_log, log_table, passing_line, setup_logging
 from shardline.telemetry.metrics import Meter, check_wandb

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.change import Change
 
-COMPILER = "tests/unit/models/test_compiler.py::test_"
+COMPILER = "tests/unit/storage/test_compiler_cache.py::test_"
 ENGAGED = "tests/unit/telemetry/test_engaged.py::test_"
 ACTIVATION = "tests/unit/memory/test_activation.py::test_"
 OFFLOAD = "tests/unit/memory/test_offload.py::test_"
@@ -177,7 +177,7 @@ COMPILE_AND_MEMORY = [
     ),
     Change(
         "versions of the code share the compiler's caches",
-        "models/compiler.py",
+        "storage/compiler_cache.py",
         'os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name)',
         'os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)',
         f"{COMPILER}another_version_has_another_folder",
@@ -191,14 +191,14 @@ COMPILE_AND_MEMORY = [
     ),
     Change(
         "graphs with functions of ours are never cached",
-        "models/compiler.py",
+        "storage/compiler_cache.py",
         "options.autograd_cache_allow_custom_autograd_functions = True",
         "options.autograd_cache_allow_custom_autograd_functions = False",
         f"{COMPILER}a_compiled_run_uses_a_folder_of_this_version",
     ),
     Change(
         "the hash of the code leaves out its content",
-        "models/compiler.py",
+        "storage/compiler_cache.py",
         "found.update(hashlib.blake2b(file.read_bytes()).digest())",
         "pass",
         f"{COMPILER}the_hash_follows_every_file[content]",

@@ -36,7 +36,6 @@ from shardline.comm.observe import runs_on_host
 from shardline.config.layout import check_experts, resolve_layout
 from shardline.config.schema import Config
 from shardline.errors import UserError
-from shardline.models.compiler import separate_caches
 from shardline.models.experts.moe import Travel, count_tokens
 from shardline.models.flavors import resolve
 from shardline.parallel.expert.all_to_all import AXIS
@@ -47,6 +46,7 @@ from shardline.parallel.tensor.autotune import IN_A_ROW, LEAST_ROUNDS, MOMENT, M
 from shardline.precision.mixed import DTYPES
 from shardline.run.device import device_name
 from shardline.run.options import TrainOptions
+from shardline.storage.compiler_cache import separate_caches
 from shardline.tools.bench.collectives import WrongResult
 from shardline.tools.bench.expert_layer import ExpertLayer, Stay, balanced_choices, one_after_another, skewed_choices
 from shardline.tools.bench.ranks import on_ranks, rank_count
