@@ -113,8 +113,10 @@ def enforced_stop(stop_seconds: float, save_seconds: float, is_rank: bool) -> It
 def saving() -> Iterator[None]:
     """Around a save, which a stop waits for."""
     _tell(SAVING)
-    yield
-    _tell(STEPPING)
+    try:
+        yield
+    finally:
+        _tell(STEPPING)
 
 
 def reached_boundary() -> None:

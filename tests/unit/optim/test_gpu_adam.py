@@ -91,3 +91,9 @@ def test_without_a_copy_the_weight_is_used_itself():
     weight = nn.Parameter(torch.zeros(2, 2))
     assert narrowed(weight) is weight
     assert narrow_copy(weight) is None
+
+
+@pytest.mark.parametrize(("momentum", "served"), [(0.0, True), (0.95, True), (0.98, False)])
+def test_codes_must_follow_the_highest_momentum_of_a_schedule(momentum, served):
+    pattern = torch.optim.AdamW([torch.nn.Parameter(torch.empty(2, 256))], betas=(0.9, 0.95))
+    assert GPUAdam.serves_int8(pattern, momentum) == served
