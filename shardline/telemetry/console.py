@@ -87,13 +87,14 @@ class Console:
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
         theoretical_bubble: float | None = None,
+        plain_bubble: float | None = None,
     ) -> None:
         self.folder, self.rank, self.clock = folder, rank, clock
         there = [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]
         self.terminal = there[0].terminal if there else make_terminal(not config.metrics.disable_color_printing)
         self.line = LiveLine()
         self.live: Live | NotebookLine | None = None
-        self.seen = RunSummary(theoretical_bubble=theoretical_bubble)
+        self.seen = RunSummary(theoretical_bubble=theoretical_bubble, plain_bubble=plain_bubble)
         self.first_mark: tuple[int, float] | None = None  # (step, time) from which the ETA is computed
         self.drawn_at = 0.0
 

@@ -19,6 +19,7 @@ class RunSummary:
     tensor: list[dict[str, float]] = field(default_factory=list)  # rows with tensor-parallel communication
     bubbles: list[float] = field(default_factory=list)
     theoretical_bubble: float | None = None
+    plain_bubble: float | None = None  # of 1F1B on the same ranks, if the run has another schedule
     expert_loads: list[float] = field(default_factory=list)  # the largest of all layers, max over mean
     expert_layers: dict[str, float] = field(default_factory=dict)  # from the last row
 
@@ -49,7 +50,7 @@ def summary(seen: RunSummary, step: int, total: int) -> list[tuple[str, str]]:
     if seen.tensor:
         rows.append(("tp communication", tensor_summary(seen.tensor)))
     if seen.bubbles:
-        rows.append(("pp bubble", bubble_summary(seen.bubbles, seen.theoretical_bubble)))
+        rows.append(("pp bubble", bubble_summary(seen.bubbles, seen.theoretical_bubble, seen.plain_bubble)))
     if seen.expert_loads:
         rows.append(("expert load", expert_summary(seen.expert_loads, seen.expert_layers)))
     return rows
@@ -72,10 +73,16 @@ def tensor_summary(rows: list[dict[str, float]]) -> str:
     return text
 
 
-def bubble_summary(bubbles: list[float], theory: float | None) -> str:
-    """The idle share of a step, without the first one's start-up costs, next to the schedule's theoretical share."""
+def bubble_summary(bubbles: list[float], theory: float | None, plain: float | None = None) -> str:
+    """The idle share of a step, without the first one's start-up costs, next to the schedule's theoretical share.
+
+    A schedule that promises less than 1F1B's share, `plain`, and does not keep to it is said to be not worth it.
+    """
     measured = statistics.median(bubbles[1:] or bubbles)
-    return f"{measured:.1%} of the step" + (f", {theory:.1%} by the schedule" if theory is not None else "")
+    text = f"{measured:.1%} of the step" + (f", {theory:.1%} by the schedule" if theory is not None else "")
+    if theory is not None and plain is not None and theory < plain <= measured:
+        text += f"; no less than 1F1B's {plain:.1%} (not worth it here)"
+    return text
 
 
 def expert_summary(loads: list[float], layers: dict[str, float]) -> str:

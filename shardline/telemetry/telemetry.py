@@ -33,7 +33,7 @@ from shardline.models.flavors import model_label
 from shardline.parallel.apply import Applied
 from shardline.parallel.expert.balance import ExpertLoad
 from shardline.parallel.pipeline.executor import Pipeline, busy_and_span, idle_share
-from shardline.parallel.pipeline.schedules import theoretical_bubble
+from shardline.parallel.pipeline.schedules import plain_bubble, theoretical_bubble
 from shardline.parallel.pipeline.timeline import TimedAction
 from shardline.run import attempt
 from shardline.run.device import peak_memory_gib, read, reset_peak
@@ -85,8 +85,10 @@ class Telemetry:
             else None
         )
         self.serial = None if applied.tensor is None else SerialComparison(config)
-        theory = None if pipeline is None else theoretical_bubble(pipeline.plan.schedule)
-        self.console = Console(config, folder.path, rank=mesh.rank, theoretical_bubble=theory)
+        bubbles = (None, None)
+        if pipeline is not None:
+            bubbles = theoretical_bubble(pipeline.plan.schedule), plain_bubble(pipeline.plan.schedule)
+        self.console = Console(config, folder.path, mesh.rank, theoretical_bubble=bubbles[0], plain_bubble=bubbles[1])
         self.row: dict[str, Any] = {}
         self.stopped_by: str | None = None  # what ended the run early, for its closing lines
         self.parts = StepParts(device)

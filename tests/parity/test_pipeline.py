@@ -364,16 +364,24 @@ def run_by_own_clock(settings):
         run_to(settings)
 
 
-def test_every_logged_step_has_its_bubble(harness, tmp_path):
-    entry = case("x", layers(4), SAVED, {"training.steps": 2}, pp=2)
+@pytest.mark.parametrize(
+    ("schedule", "actions", "promised"),
+    [
+        ("1F1B", 2 * 8, "11.1% by the schedule"),
+        ("Interleaved1F1B", 4 * 8, "5.9% by the schedule; no less than 1F1B's 11.1%"),
+    ],
+)
+def test_every_logged_step_has_its_bubble(harness, tmp_path, schedule, actions, promised):
+    changes = {"training.steps": 2, "parallelism.pipeline_parallel_schedule": schedule}
+    entry = case("x", layers(4), SAVED, changes, pp=2)
     settings = harness.settings(entry.overrides, 2) | {"job.dump_folder": str(tmp_path / "run")}
     harness.pool.run(2, run_by_own_clock, settings)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    actions = 2 * 8  # forward and backward of 8 micro-batches, each of them one tick long, with one before the next
+    # Forward and backward of each stage and micro-batch are one tick long, with one before the next.
     busy, span = actions * (1 + 2) / 2, (2 * actions - 1) * 2  # the mean of both ranks; the longer one
     assert [row["pp_bubble_fraction"] for row in rows] == pytest.approx([1 - busy / span] * 2)
     log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
-    assert f"{1 - busy / span:.1%} of the step, 11.1% by the schedule" in log
+    assert f"{1 - busy / span:.1%} of the step, {promised}" in log
 
 
 def test_too_few_micro_batches_are_a_warning_at_the_start(harness, tmp_path):

@@ -218,6 +218,13 @@ def theoretical_bubble(schedule: Schedule) -> float:
     return 1 - count * microbatches / (count * max(microbatches, ranks) + min(microbatches, ranks) - 1)
 
 
+def plain_bubble(schedule: Schedule) -> float | None:
+    """Return the theoretical idle share of 1F1B on the same ranks with the same micro-batches; None for 1F1B itself."""
+    if schedule.name == "1F1B":
+        return None
+    return theoretical_bubble(build_schedule("1F1B", schedule.ranks, schedule.microbatches))
+
+
 def warnings(schedule: Schedule) -> list[str]:
     """Return a log line if there are fewer micro-batches than stages, with the resulting idle share."""
     given, stages, ranks = schedule.microbatches, schedule.stages, schedule.ranks

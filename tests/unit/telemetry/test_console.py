@@ -242,6 +242,13 @@ def test_the_bubble_of_a_run_leaves_out_its_first_row():
     assert bubble_summary([0.9], None) == "90.0% of the step"
 
 
+def test_a_schedule_that_waits_as_long_as_1f1b_would_is_not_worth_it():
+    told = "13.5% of the step, 5.9% by the schedule"
+    assert bubble_summary([0.135], 0.059, 0.111) == told + "; no less than 1F1B's 11.1% (not worth it here)"
+    assert bubble_summary([0.135], 0.059, 0.136) == told
+    assert bubble_summary([0.135], 0.059, 0.059) == told  # as many stages wait as long: nothing was promised
+
+
 def test_lines_and_tables_are_broken_between_words(tmp_path):
     _, stream = open_console(tmp_path, terminal=True, width=40)
     path = "/a/" + "long/" * 12 + "path"
