@@ -139,6 +139,8 @@ def test_tool_calls_are_trained_and_tool_answers_are_not(byte_level, template):
         in trained
     )
     assert "degrees" not in trained
+    _, same = encode(byte_level, {"messages": WITH_TOOLS, "functions": TOOLS}, options, field_tools="functions")
+    assert same.ids.tolist() == row.ids.tolist()
 
 
 def test_earlier_answers_that_a_template_rewrites_are_trained_as_they_are_written(byte_level):
@@ -180,6 +182,8 @@ def test_names_that_templates_get(byte_level, tmp_path):
     assert "twelve., merry" in "".join(tokenizer.token_text(int(one)) for one in row.ids)
     table = SourceTable(path="x", type="chat_template")
     assert options.fingerprint(table, template) != merry.fingerprint(table, template)
+    heavy = table.model_copy(update={"weight": 2.0})  # changes which rows are read, not their tokens
+    assert options.fingerprint(heavy, template) == options.fingerprint(table, template)
 
 
 def test_a_turn_that_the_template_leaves_out_is_refused(byte_level):
@@ -222,10 +226,17 @@ def test_roles_to_train_and_turns_that_say_so_themselves(byte_level):
     messages = [USER, ANSWER, {"role": "user", "content": "Sure?"}, ANSWER]
     tokenizer, row = encode(byte_level, {"messages": messages}, options, roles_to_train=["user"])
     assert trained_text(tokenizer, row) == "What is  six plus six?\n<|im_end|>|Sure?<|im_end|>"
+    _, named = encode(byte_level, {"messages": messages}, options, roles_to_train=["human"])  # as the data may say
+    assert trained_text(tokenizer, named) == trained_text(tokenizer, row)
     marked_turns = [USER, ANSWER | {"train": False}, {"role": "user", "content": "Sure?", "train": True}, ANSWER]
     _, row = encode(byte_level, {"messages": marked_turns}, options, message_field_training="train")
     assert trained_text(tokenizer, row) == "Sure?<|im_end|>|It is twelve.<|im_end|>"
     details = [USER, ANSWER | {"parts": [{"begin_offset": 6, "end_offset": 12, "train": True}]}]
+    _, row = encode(
+        byte_level, {"messages": details}, options, message_field_training_detail="parts", train_on_eos="none"
+    )
+    assert trained_text(tokenizer, row).strip() == "twelve."
+    details[1]["parts"].append({"begin_offset": 0, "end_offset": 1, "train": False})
     _, row = encode(
         byte_level, {"messages": details}, options, message_field_training_detail="parts", train_on_eos="none"
     )
