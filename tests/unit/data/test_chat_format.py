@@ -172,6 +172,17 @@ def test_reasoning_in_tags_becomes_a_field_of_its_own(byte_level, content, expec
     assert trained_text(tokenizer, row) == f"{content}<|im_end|>"
 
 
+def test_reasoning_may_have_another_name_in_the_data_and_in_the_template(byte_level):
+    answer = {"role": "assistant", "content": "Twelve.", "thoughts": "Six, six.", "reasoning_content": "Other."}
+    qwen3 = FormatOptions(chat_template="qwen3")
+    tokenizer, row = encode(byte_level, {"messages": [USER, answer]}, qwen3, field_thinking="thoughts")
+    assert trained_text(tokenizer, row) == "<think>\nSix, six.\n</think>\n\nTwelve.<|im_end|>"
+    template = "{% for m in messages %}{% if m.why %}({{ m.why }}){% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    own = FormatOptions(chat_template_jinja=template)
+    tokenizer, row = encode(byte_level, {"messages": [USER, answer]}, own, template_thinking_key="why")
+    assert "(Other.)Twelve." in "".join(tokenizer.token_text(int(one)) for one in row.ids)
+
+
 def test_names_that_templates_get(byte_level, tmp_path):
     template = "{% for m in messages %}{{ m.content }}{% if mood %}, {{ mood }}{% endif %}<|im_end|>{% endfor %}"
     record, options = {"messages": [USER, ANSWER]}, FormatOptions(chat_template_jinja=template)
@@ -266,6 +277,9 @@ def test_the_older_shape_of_records_by_mappings(byte_level):
     _, expected = encode(byte_level, same, options)
     assert row.ids.tolist() == expected.ids.tolist()
     assert trained_text(tokenizer, row) == "Hello there<|im_end|>"
+    older = {"messages": record["conversations"], "system": "Be kind."}
+    _, row = encode(byte_level, older, options, message_field_role="from", message_field_content="value")
+    assert row.ids.tolist() == expected.ids.tolist()
     _, row = encode(byte_level, same, options, drop_system_message=True)
     assert "kind" not in tokenizer.decode(row.ids.tolist())
     _, row = encode(byte_level, {"messages": [USER, ANSWER]}, options)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -99,7 +100,7 @@ def test_a_failure_counts_once_no_restart_has_come(tmp_path):
 
 def test_without_following_a_failure_counts_at_once(tmp_path, capsys):
     append(tmp_path / "metrics.jsonl", metrics_row(1))
-    heart(tmp_path, "failed", error="RuntimeError: it broke")
+    heart(tmp_path, "failed", error="RuntimeError: it broke", time=time.time())
     assert main(["tail", str(tmp_path), "--no-follow"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == f"failed after step {STEPS}: RuntimeError: it broke"
 
