@@ -15,6 +15,7 @@ OPTIM = "tests/unit/optim/test_"
 OVERVIEW = "tests/unit/training/test_overview.py::test_"
 PLAN = "tests/unit/plan/test_"
 REPORT = "tests/unit/show/test_report.py::test_"
+SCHEDULE = "tests/unit/tools/test_schedule_command.py::test_"
 START = "tests/unit/adapters/test_start.py::test_"
 TAIL = "tests/unit/show/test_tail.py::test_"
 TELEMETRY = "tests/unit/telemetry/test_"
@@ -250,6 +251,20 @@ OF_DATA = [
 ]
 
 OF_COMMANDS = [
+    Change(
+        "schedule: micro-batches are counted for all stages of a rank",
+        "tools/schedule.py",
+        "_plain(held[rank] / len(own))",
+        "_plain(held[rank])",
+        f"{SCHEDULE}the_table_of_a_config",
+    ),
+    Change(
+        "schedule: the comparison has the micro-batches of all stages",
+        "tools/schedule.py",
+        "held = max(most / count for most, count in",
+        "held = max(most for most, count in",
+        f"{SCHEDULE}comparison",
+    ),
     Change(
         "the card of a dataset names files of this machine",
         "run/dataset_card.py",
