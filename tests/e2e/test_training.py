@@ -213,12 +213,16 @@ def test_validation_rows(tmp_path, monkeypatch):
         return losses(self, batches)
 
     monkeypatch.setattr(WholeModel, "losses", noted)
-    written = run(tmp_path / "run", validation__enable=True, validation__freq=3, validation__steps=2,
-                  validation__seq_len=32, validation__local_batch_size=4)  # fmt: skip
+    samples = {"generation__prompts": ["A"], "generation__max_new_tokens": 1}
+    trainer = Trainer(tiny_config(tmp_path / "run", validation__enable=True, validation__freq=3, validation__steps=2,
+                                  validation__seq_len=32, validation__local_batch_size=4, **samples))  # fmt: skip
+    trainer.train()
+    written = rows(tmp_path / "run")
     validated = {row["step"]: row["validation_loss"] for row in written if "validation_loss" in row}
     assert validated.keys() == {1, 3, 6}
     assert validated[6] < validated[1]
     assert trained == [False] * 3 * 2, "dropout is for training alone"
+    assert trainer.model.training, "and is on again after validations and samples"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutations import in_async, in_clusters, in_keys, in_rooms, in_steps, in_watching
+from tests.mutations import in_async, in_clusters, in_figures, in_keys, in_rooms, in_steps, in_watching
 
 CHANGES = [
     *in_steps.CHANGES,
@@ -11,4 +11,5 @@ CHANGES = [
     *in_clusters.CHANGES,
     *in_async.ASYNCHRONOUS,
     *in_keys.CHANGES,
+    *in_figures.CHANGES,
 ]

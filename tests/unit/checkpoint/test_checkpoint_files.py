@@ -228,6 +228,13 @@ def test_pruning_does_not_count_on_a_torn_one(tmp_path):
     assert steps(tmp_path) == [2, 3]
 
 
+def test_pruning_leaves_what_is_protected(tmp_path):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    files.prune(tmp_path, keep=1, protected={2})
+    assert steps(tmp_path) == [2, 4]
+
+
 def test_pruning_removes_what_earlier_attempts_left(tmp_path):
     for step in (1, 2, 8):
         make(tmp_path, step)

@@ -226,6 +226,17 @@ def test_a_step_that_was_trained_again_replaces_the_older(trained: Path, folder:
     assert content(mirror.place / "step-2") == content(locate(folder / "step-2"))
 
 
+def test_a_copy_that_lost_a_file_is_made_again(trained: Path, folder: Path) -> None:
+    save(trained, folder, 1)
+    copied(Mirror(URL, folder, keep=3))
+    place = locate(URL) / "step-1"
+    shard = next(name for name in place.names() if name.endswith(".safetensors"))
+    (place / shard).remove()
+    (folder / "mirror.json").unlink()  # as in a folder that was fetched from there
+    assert copied(Mirror(URL, folder, keep=3)) == ["step-1"]
+    assert content(place) == content(locate(folder / "step-1"))
+
+
 def test_a_damaged_file_here_is_not_passed_on(trained: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(trained, folder, 1)
     path = max((folder / "step-1").glob("*.safetensors"))

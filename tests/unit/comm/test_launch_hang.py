@@ -83,6 +83,16 @@ def test_a_collective_that_all_are_in_and_that_does_not_end_is_stuck():
 def test_silence_is_noticed_where_nobody_waits_in_a_watched_collective():
     assert verdict(outside(0, 5), outside(1, 5), silent={1: 5.0}) is None
     assert "rank 1" in verdict(outside(0, 5), outside(1, 5), silent={1: 12.0})
+    idle = outside(0, 5, idle=120.0), outside(1, 5)
+    assert verdict(*idle, silent={1: 14.0}, limit=100.0) is None
+    assert "rank 1" in verdict(*idle, silent={1: 16.0}, limit=100.0)  # however long the limit is
+
+
+def test_of_many_missing_ranks_some_are_named():
+    text = verdict(inside(0, 5, members=None), *(outside(rank, 4) for rank in range(1, 12)))
+    assert "where ranks 1-11 did not arrive" in text
+    assert [line.split()[1] for line in text.splitlines()[1:-1]] == [str(rank) for rank in range(1, 9)]
+    assert text.endswith("\n  and 3 more")
 
 
 def test_a_rank_that_issued_a_collective_and_does_nothing_else_is_taken_to_wait_in_it():

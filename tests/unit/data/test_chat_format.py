@@ -139,6 +139,8 @@ def test_tool_calls_are_trained_and_tool_answers_are_not(byte_level, template):
         in trained
     )
     assert "degrees" not in trained
+    _, same = encode(byte_level, {"messages": WITH_TOOLS, "functions": TOOLS}, options, field_tools="functions")
+    assert same.ids.tolist() == row.ids.tolist()
 
 
 def test_earlier_answers_that_a_template_rewrites_are_trained_as_they_are_written(byte_level):
@@ -170,6 +172,17 @@ def test_reasoning_in_tags_becomes_a_field_of_its_own(byte_level, content, expec
     assert trained_text(tokenizer, row) == f"{content}<|im_end|>"
 
 
+def test_reasoning_may_have_another_name_in_the_data_and_in_the_template(byte_level):
+    answer = {"role": "assistant", "content": "Twelve.", "thoughts": "Six, six.", "reasoning_content": "Other."}
+    qwen3 = FormatOptions(chat_template="qwen3")
+    tokenizer, row = encode(byte_level, {"messages": [USER, answer]}, qwen3, field_thinking="thoughts")
+    assert trained_text(tokenizer, row) == "<think>\nSix, six.\n</think>\n\nTwelve.<|im_end|>"
+    template = "{% for m in messages %}{% if m.why %}({{ m.why }}){% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    own = FormatOptions(chat_template_jinja=template)
+    tokenizer, row = encode(byte_level, {"messages": [USER, answer]}, own, template_thinking_key="why")
+    assert "(Other.)Twelve." in "".join(tokenizer.token_text(int(one)) for one in row.ids)
+
+
 def test_names_that_templates_get(byte_level, tmp_path):
     template = "{% for m in messages %}{{ m.content }}{% if mood %}, {{ mood }}{% endif %}<|im_end|>{% endfor %}"
     record, options = {"messages": [USER, ANSWER]}, FormatOptions(chat_template_jinja=template)
@@ -180,6 +193,8 @@ def test_names_that_templates_get(byte_level, tmp_path):
     assert "twelve., merry" in "".join(tokenizer.token_text(int(one)) for one in row.ids)
     table = SourceTable(path="x", type="chat_template")
     assert options.fingerprint(table, template) != merry.fingerprint(table, template)
+    heavy = table.model_copy(update={"weight": 2.0})  # changes which rows are read, not their tokens
+    assert options.fingerprint(heavy, template) == options.fingerprint(table, template)
 
 
 def test_a_turn_that_the_template_leaves_out_is_refused(byte_level):
@@ -222,10 +237,17 @@ def test_roles_to_train_and_turns_that_say_so_themselves(byte_level):
     messages = [USER, ANSWER, {"role": "user", "content": "Sure?"}, ANSWER]
     tokenizer, row = encode(byte_level, {"messages": messages}, options, roles_to_train=["user"])
     assert trained_text(tokenizer, row) == "What is  six plus six?\n<|im_end|>|Sure?<|im_end|>"
+    _, named = encode(byte_level, {"messages": messages}, options, roles_to_train=["human"])  # as the data may say
+    assert trained_text(tokenizer, named) == trained_text(tokenizer, row)
     marked_turns = [USER, ANSWER | {"train": False}, {"role": "user", "content": "Sure?", "train": True}, ANSWER]
     _, row = encode(byte_level, {"messages": marked_turns}, options, message_field_training="train")
     assert trained_text(tokenizer, row) == "Sure?<|im_end|>|It is twelve.<|im_end|>"
     details = [USER, ANSWER | {"parts": [{"begin_offset": 6, "end_offset": 12, "train": True}]}]
+    _, row = encode(
+        byte_level, {"messages": details}, options, message_field_training_detail="parts", train_on_eos="none"
+    )
+    assert trained_text(tokenizer, row).strip() == "twelve."
+    details[1]["parts"].append({"begin_offset": 0, "end_offset": 1, "train": False})
     _, row = encode(
         byte_level, {"messages": details}, options, message_field_training_detail="parts", train_on_eos="none"
     )
@@ -255,6 +277,9 @@ def test_the_older_shape_of_records_by_mappings(byte_level):
     _, expected = encode(byte_level, same, options)
     assert row.ids.tolist() == expected.ids.tolist()
     assert trained_text(tokenizer, row) == "Hello there<|im_end|>"
+    older = {"messages": record["conversations"], "system": "Be kind."}
+    _, row = encode(byte_level, older, options, message_field_role="from", message_field_content="value")
+    assert row.ids.tolist() == expected.ids.tolist()
     _, row = encode(byte_level, same, options, drop_system_message=True)
     assert "kind" not in tokenizer.decode(row.ids.tolist())
     _, row = encode(byte_level, {"messages": [USER, ANSWER]}, options)

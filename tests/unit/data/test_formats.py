@@ -89,6 +89,7 @@ def test_a_table_describes_a_format_of_ones_own():
     assert text(table, {"q": "Q", "input": "I", "a": 7}) == "(Sys)<Q|I|{other}>[7<|im_end|>]"
     with_field = table | {"field_system": "s"}
     assert text(with_field, {"q": "Q", "a": "A", "s": "Mine"}) == "(Mine)<Q>[A<|im_end|>]"
+    assert text(with_field, {"q": "Q", "a": "A"}) == "(Sys)<Q>[A<|im_end|>]"
 
 
 def test_completion_segments_and_tokens():

@@ -86,6 +86,12 @@ def test_borders_of_windows_vary_by_epoch() -> None:
     assert len(offsets) > 5
 
 
+def test_every_token_is_in_a_window_of_some_epoch() -> None:
+    order = Order(1 + 2 * 8 + 3, 8, 5)  # 3 tokens more than two windows
+    firsts = {int(order.starts(np.array([2 * epoch, 2 * epoch + 1])).min()) for epoch in range(60)}
+    assert firsts == {0, 1, 2, 3}
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.integers(0, 1000))
 def test_every_cut_covers_each_position_once(ranks: int, local: int, accumulation: int, step: int) -> None:

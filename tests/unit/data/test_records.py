@@ -170,8 +170,9 @@ def test_held_out_records_are_in_validation_and_nowhere_else(make):
     assert not kept & held
     other = config.replace({"debug.seed": 5})
     assert set(loader_of(other, "validation").samples.rows.starts.tolist()) == held
-    number = config.replace({"data.held_out": 3.0})
-    assert len(loader_of(number, "validation").samples.rows) == 3
+    for number in (3, 1):
+        of_number = config.replace({"data.held_out": float(number)})
+        assert len(loader_of(of_number, "validation").samples.rows) == number
     with pytest.raises(UserError, match="none is left"):
         loader_of(config.replace({"data.held_out": 40.0}))
 

@@ -118,6 +118,9 @@ def failure(kind, rank, at=0.0, text=""):
         ([failure("error", 0, 1.0), failure("signal", 1, 5.0, "SIGKILL")], 1),
         ([failure("lost_peer", 0, 1.0), failure("exit", 1, 5.0, "7")], 1),
         ([failure("lost_peer", 0, 2.0), failure("lost_peer", 1, 1.0)], 1),
+        ([failure("lost_peer", 0, 1.0), failure("hang", 1, 2.0)], 1),
+        ([failure("hang", 0, 2.0), failure("exit", 1, 1.0, "7")], 0),
+        ([failure("lost_peer", 0, 1.0), failure("machine", 1, 2.0)], 1),
     ],
 )
 def test_the_failure_that_others_followed_from_is_shown(reports, rank):

@@ -142,6 +142,15 @@ def test_a_weight_of_zeros_takes_a_step_of_ratio_one(name):
 
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS"])
+def test_an_update_of_zeros_changes_nothing(name):
+    model = nn.Linear(3, 2, bias=False)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.zeros(2, 3)
+    build_optimizer(config(name).replace({"optimizer.weight_decay": 0.0}), model).step()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("name", ["LAMB", "LARS"])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_state_saved_and_loaded_continues_bitwise(name, steps):
     model = decoder(name)

@@ -107,6 +107,14 @@ def test_norms_and_biases_are_not_decayed_by_option():
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.2, 0.0)
 
 
+def test_biases_of_experts_are_not_decayed_either():
+    model = Tiny()
+    model.experts = nn.ParameterDict({"weight": torch.zeros(2, 3, 4), "bias": torch.zeros(2, 3)})
+    decayed, spared = build_optimizer(config(decay_norms=False), model).param_groups
+    assert any(p is model.experts["weight"] for p in decayed["params"])
+    assert any(p is model.experts["bias"] for p in spared["params"])
+
+
 def test_frozen_parameters_are_left_out():
     model = Tiny()
     model.first.requires_grad_(False)

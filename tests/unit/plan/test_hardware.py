@@ -98,6 +98,17 @@ def test_float8_products_are_faster_and_unknown_types_count_as_bfloat16():
     )
 
 
+def test_attention_slows_down_on_narrow_heads_short_sequences_and_backward():
+    """Seconds of 1e15 FLOPs, which take so long that a kernel's start does not count."""
+    wide, narrow = (H100.attention_seconds(1e15, False, "cudnn", dim, 8192) for dim in (128, 64))
+    ahead, back = H100.attention["cudnn"]
+    assert wide == pytest.approx(1e15 / (ahead * H100.sustained) * (8192 + 800) / 8192, rel=1e-4)
+    assert narrow / wide == pytest.approx(2**0.35, rel=1e-4)
+    assert H100.attention_seconds(1e15, False, "cudnn", 256, 8192) == wide
+    assert H100.attention_seconds(1e15, True, "cudnn", 128, 8192) / wide == pytest.approx(ahead / back, rel=1e-4)
+    assert H100.attention_seconds(1e15, False, "cudnn", 128, 800) / wide == pytest.approx(2 * 8192 / 8992, rel=1e-4)
+
+
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +141,19 @@ def test_between_nodes_the_ranks_of_a_node_send_side_by_side():
     together = collectives.seconds(slow, Group(32, 8), "all_gather", size)
     assert alone == pytest.approx(size * 3 / 4 / 10e9, rel=0.01)
     assert alone / together == pytest.approx(8, rel=0.02)
+
+
+def test_rows_to_experts_and_between_stages_take_the_slowest_link_on_their_way():
+    size, h100 = 2**34, replace(H100, network=H100.network._replace(bandwidth=10e9))
+    inside, apart, mixed = (
+        collectives.seconds(h100, group, "all_to_all", size) for group in (Group(8, 8), Group(4, 1), Group(16, 8))
+    )
+    assert inside == pytest.approx(size * 7 / 8 / H100.node.bandwidth, rel=0.01)
+    assert apart == pytest.approx(size * 3 / 4 / 10e9, rel=0.01)
+    assert mixed == pytest.approx(size / 2 / 10e9, rel=0.01)  # half of the rows leave the node
+    near, far = (collectives.seconds(h100, group, "send", size) for group in (Group(2, 2), Group(2, 1)))
+    assert near == pytest.approx(size / H100.node.bandwidth, rel=0.01)
+    assert far == pytest.approx(size / 10e9, rel=0.01)
 
 
 def test_small_messages_cost_hops():

@@ -45,6 +45,10 @@ def test_candidates_fit_and_come_fastest_first():
     assert {one.workload.step_tokens for one in found} == {64 * 8192.0}
 
 
+def test_room_is_what_other_programs_leave():
+    assert problem().room == H100.memory - 1.5 * 2**30
+
+
 def test_every_layout_is_a_config_that_means_the_same():
     given = problem(16, 64)
     for one in search(given, 6):
@@ -64,6 +68,8 @@ def test_candidates_cover_every_dimension():
         sizes.add(one.micro_batch)
         overlapped.add(one.async_tp)
     assert all(len(degrees) > 1 for degrees in seen.values())
+    assert max(seen["tp"]) == 8  # GPUs of a node
+    assert seen["cp"] == {1, 2}  # a slice of the 8192 tokens has 4096 or more
     assert schedules == {"1F1B", "Interleaved1F1B"}
     assert {1, 2, 4} <= sizes
     assert overlapped == {True, False}

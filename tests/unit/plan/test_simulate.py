@@ -10,11 +10,12 @@ from shardline.config.layout import Layout
 from shardline.parallel.pipeline.schedules import KINDS, build_schedule
 from shardline.parallel.pipeline.timeline import in_flight, simulate
 from shardline.plan.hardware import find_profile
+from shardline.plan.passes import PassModel
 from shardline.plan.pipeline import Passes, held_microbatches, pipeline_seconds, planned
 from shardline.plan.simulate import step_time
 from shardline.plan.stages import balanced
 from shardline.plan.traits import SHARDLINE
-from shardline.plan.work import Workload
+from shardline.plan.work import Workload, layer_work
 from tests.unit.plan.test_work import LLAMA, MODELS
 
 H100 = find_profile("h100")
@@ -90,6 +91,16 @@ def test_recomputation_costs_what_it_computes():
     plain, selective, full = (run(recompute=mode).total for mode in ("none", "op", "full"))
     assert 1.0 < selective / plain < 1.08
     assert 1.25 < full / plain < 1.4
+    assert run(recompute="2").total - plain == pytest.approx((full - plain) / 2)
+
+
+def test_backward_of_attention_has_two_and_a_half_times_the_products():
+    workload = Workload(LLAMA, Layout(), 8192, 1, 1)
+    work = layer_work(workload, False)
+    ahead, back = PassModel(workload, H100, SHARDLINE)._attention(work)
+    rates = H100.attention[SHARDLINE.attention]
+    kernel = H100.kernel / SHARDLINE.attention_rate
+    assert (back - kernel) / (ahead - kernel) == pytest.approx(2.5 * rates[0] / rates[1])
 
 
 def test_fsdp_hides_its_gathers_until_they_take_longer_than_a_layer():

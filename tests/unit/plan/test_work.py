@@ -83,6 +83,21 @@ def test_a_window_and_context_parallelism_change_what_attention_computes():
     assert layer_work(workload(LLAMA, Layout(cp=2)), False).attention == whole / 2
     narrow = LLAMA.with_overrides({"sliding_window": 512})
     assert layer_work(workload(narrow), False).attention < whole / 3
+    seen = [min(place + 1, 512) for place in range(4096)]  # keys that each query sees
+    ratio = layer_work(workload(narrow), False).attention / whole
+    assert ratio == pytest.approx(sum(seen) / (4096 * 4097 / 2), rel=2e-3)
+    half = narrow.with_overrides({"sliding_window_layers": tuple(range(0, LLAMA.n_layers, 2))})
+    assert layer_work(workload(half), False).attention / whole == pytest.approx((1 + ratio) / 2)
+    assert layer_work(workload(LLAMA, causal=False), False).attention == 2 * whole
+
+
+def test_context_parallel_ranks_send_keys_and_values_of_their_own_tokens():
+    own = 2 * 1024 * LLAMA.n_kv_heads * LLAMA.head_dim * 2.0  # keys and values of 4096 / 4 tokens in bfloat16
+    gathered, passed = (layer_work(workload(LLAMA, Layout(cp=4), ring=ring), False) for ring in (False, True))
+    assert [(one.kind, one.size) for one in gathered.sent] == [("all_gather", 4 * own)]
+    assert [(one.kind, one.size) for one in passed.sent] == [("send", 3 * own)]
+    assert [one.kind for one in gathered.sent_backward] == ["all_gather", "reduce_scatter"]
+    assert [one.size for one in passed.sent_backward] == [3 * own] * 2
 
 
 def test_stages_by_costs_count_the_output_layer():

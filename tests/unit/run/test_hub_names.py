@@ -79,6 +79,10 @@ configs:
   data_files: "de/*.jsonl"
 - config_name: outside
   data_files: "../../secret/*.txt"
+- config_name: absolute
+  data_files: /etc/passwd
+- config_name: elsewhere
+  data_files: https://example.com/x.jsonl
 ---
 # A dataset
 """
@@ -91,6 +95,8 @@ configs:
         ("en", "test", ["en/test.jsonl"]),
         (None, "train", ["de/*.jsonl"]),
         ("outside", "train", None),
+        ("absolute", "train", None),
+        ("elsewhere", "train", None),
     ],
 )
 def test_a_card_names_the_files_of_a_split(tmp_path, config, split, expected):
@@ -102,7 +108,7 @@ def test_a_card_names_the_files_of_a_split(tmp_path, config, split, expected):
     ("config", "split", "expected"),
     [
         ("en", "tain", "there is no split 'tain', did you mean 'train'?; splits: train, test"),
-        ("fr", "train", "there is no configuration 'fr'; name one of en, de, outside"),
+        ("fr", "train", "there is no configuration 'fr'; name one of en, de, outside, absolute, elsewhere"),
     ],
 )
 def test_what_a_card_does_not_have_is_named(tmp_path, config, split, expected):

@@ -82,6 +82,8 @@ def test_ranks_choose_their_gpu(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert choose_device() == torch.device("cuda", 3)
     assert chosen == [torch.device("cuda", 3)]
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    assert choose_device() == torch.device("cuda", 2)  # in turn
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert choose_device() == CPU
 

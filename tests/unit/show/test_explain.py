@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,14 @@ from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.parallel.pipeline.stages import plan_pipeline
 from shardline.plan.of_config import precision_on
-from shardline.show.chapters import memory_chapter, schedule_chapter, sent_chapter, shards_chapter
+from shardline.show.chapters import (
+    config_chapter,
+    memory_chapter,
+    mesh_chapter,
+    schedule_chapter,
+    sent_chapter,
+    shards_chapter,
+)
 from shardline.show.explain import read_subject
 from shardline.show.explain_text import text_table
 from shardline.show.token_life import TokenPath, token_life
@@ -213,6 +221,36 @@ def test_the_schedule_has_every_action_once(everything):
     actions = [tuple(span[:3]) for row in picture["spans"] for span in row]
     assert sorted(actions) == sorted((kind, stage, micro) for kind in "FB" for stage in (0, 1) for micro in range(4))
     assert picture["ranks"] == [0, 4]
+
+
+def test_the_table_of_the_schedule_has_the_numbers_of_its_drawing(everything):
+    chapter = schedule_chapter(everything, 100)
+    total, spans = chapter.picture["total"], chapter.picture["spans"]
+    busy = [sum(end - start for *_, start, end in row) for row in spans]
+    rank, stages, layers, idle, held = zip(*chapter.rows, strict=True)
+    assert (rank, stages, layers) == ((0, 4), ("0", "1"), ("0", "1"))
+    assert idle == pytest.approx([1 - of_rank / total for of_rank in busy])
+    assert held == (2, 1)  # 1F1B: as many as there are stages from here to the end
+    assert not any("repeats" in words for words in chapter.words)
+    again = replace(everything, config=everything.config.replace({"training.gradient_accumulation_steps": 3}))
+    assert "A step repeats this 3 times before the update." in schedule_chapter(again, 100).words
+
+
+def test_the_mesh_has_all_bytes_of_an_axis(everything):
+    sent = Counter()
+    for _, axis, _, _, size, _ in sent_chapter(everything).rows:
+        sent[axis] += size
+    rows = {axis: (ranks, size) for axis, ranks, _, size, _ in mesh_chapter(everything).rows}
+    assert rows == {axis: (size, sent[axis]) for axis, size in (("pp", 2), ("cp", 2), ("tp", 2), ("ep", 4))}
+
+
+def test_what_differs_from_the_defaults_is_shown_and_what_has_no_effect_is_noted(everything):
+    chapter = config_chapter(replace(everything, config=everything.config.replace({"lora.rank": 8})))
+    rows = {key: (default, value) for key, default, value in chapter.rows}
+    assert rows["parallelism.tensor_parallel_degree"] == ("1", "2")
+    assert rows["lora.rank"] == ("16", "8")
+    assert not {"optimizer.beta1", "validation.freq", "checkpoint.enable"} & set(rows)
+    assert any(words.startswith("lora.rank has no effect") for words in chapter.words)
 
 
 # ---- the page, and what is refused -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from shardline.config.layout import Layout
 from shardline.show.pictures import groups_of
 from shardline.show.report import report_data, thinned
 from shardline.show.serve import make_server
-from shardline.show.step_parts import parts_of
+from shardline.show.step_parts import PartTimes, parts_of, rank_paces
 from tests.e2e.tiny import run as train
 from tests.unit.show.made_run import BEGAN, STEPS, make_run, metrics_row, write_lines
 
@@ -97,6 +97,26 @@ def test_the_parts_of_a_step_add_up_and_the_slow_rank_is_named(made):
     assert by_name["hidden dp_shard"] == pytest.approx(0.006)
     assert by_name["idle"] == pytest.approx(0.04)
     assert {pace["rank"]: pace["phase"] for pace in run["paces"]} == {0: "", 1: "compute", 2: "", 3: ""}
+
+
+def test_ranks_are_compared_with_those_of_their_stage_and_without_the_first_step():
+    def times(*steps):
+        seconds = [[[0.1, compute, 0.1] for compute in step] for step in steps]
+        return PartTimes(list(range(len(steps))), [0, 1, 2, 3], ["data", "compute", "optimizer"], seconds)
+
+    layout = Layout(pp=2, dp_shard=2)
+    alike = rank_paces(times((9.0, 1.0, 1.0, 1.0), (0.9, 0.9, 0.5, 0.54)), layout)
+    assert [(pace.own, pace.phase) for pace in alike] == [(pytest.approx(own), "") for own in (1.1, 1.1, 0.7, 0.74)]
+    slow = rank_paces(times((0.9, 0.9, 0.5, 0.8)), layout)
+    assert [pace.phase for pace in slow] == ["", "", "", "compute"]
+    assert slow[3].ratio == pytest.approx(1.0 / 0.85)
+
+
+def test_ranks_of_an_earlier_and_larger_start_are_left_out(made, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(made, folder)
+    shutil.copy(folder / "log" / "telemetry-3.jsonl", folder / "log" / "telemetry-4.jsonl")
+    assert [pace["rank"] for pace in run_of(folder)["paces"]] == [0, 1, 2, 3]
 
 
 seconds = st.floats(0, 2)

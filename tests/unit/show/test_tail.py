@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -95,6 +96,19 @@ def test_a_failure_counts_once_no_restart_has_come(tmp_path):
     clock.now += RESTART_SECONDS
     assert shown(state) == [f"failed after step {STEPS}: RuntimeError: it broke"]
     assert state.code == 1
+
+
+def test_without_following_a_failure_counts_at_once(tmp_path, capsys):
+    append(tmp_path / "metrics.jsonl", metrics_row(1))
+    heart(tmp_path, "failed", error="RuntimeError: it broke", time=time.time())
+    assert main(["tail", str(tmp_path), "--no-follow"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"failed after step {STEPS}: RuntimeError: it broke"
+
+
+def test_what_stopped_a_run_is_named(tmp_path, capsys):
+    heart(tmp_path, "ended", stopped_by="SIGTERM")
+    assert main(["tail", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"ended at step {STEPS} (SIGTERM)"]
 
 
 def test_a_run_that_went_silent_is_said_once(tmp_path):

@@ -1,5 +1,8 @@
+from types import SimpleNamespace
+
 import torch
 
+from shardline.telemetry import recompiles
 from shardline.telemetry.recompiles import CompileReport
 
 
@@ -19,3 +22,13 @@ def test_what_is_compiled_again_is_named_with_its_reason():
     assert "step 6: doubled was compiled again" in line
     assert "expected 3, actual 4" in line
     assert report.lines(7, 0) == []
+
+
+def test_a_resumed_run_may_compile_in_its_own_first_steps(monkeypatch):
+    compiled = [SimpleNamespace(co_name="first")]
+    monkeypatch.setattr(recompiles, "_compilations", lambda: compiled)
+    report = CompileReport()
+    for step in (101, 102, 103):
+        compiled.append(SimpleNamespace(co_name=f"in_step_{step}"))
+        said = [f"step {step}: in_step_103 was compiled again (first use)"]
+        assert report.lines(step, 100) == (said if step == 103 else [])

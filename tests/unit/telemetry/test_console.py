@@ -11,6 +11,7 @@ import rich.console
 
 from shardline.config.schema import Config
 from shardline.run.folder import RunFolder
+from shardline.run.stop import TIME_LIMIT
 from shardline.telemetry.console import Console, LossCurve, format_time, thousands
 from shardline.telemetry.log import (
     ConsoleHandler,
@@ -221,6 +222,16 @@ def test_closing_table(tmp_path, terminal):
         assert lines[-1] == f"go on            {command}"
     console.report(None)
     assert stream.getvalue()[before:] == shown  # only once
+
+
+def test_a_run_that_its_time_limit_stops_says_so_and_pairs_have_two_columns(tmp_path):
+    console, stream = open_console(tmp_path)
+    console.start(30)
+    console.advance(1, 9.0)
+    console.update(make_row(1, reward_margin=0.25, reward_accuracy=0.755))
+    console.report(TIME_LIMIT)
+    assert "lr 3.0e-04  margin 0.2500  accuracy 75.5%  12,345 tok/s" in stream.getvalue()
+    assert "stopped at step 1 before the time limit\n" in stream.getvalue()
 
 
 def test_there_is_no_closing_table_without_a_step(tmp_path):

@@ -3,12 +3,14 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from shardline.config.schema import Config
-from shardline.telemetry.profile import Profiler
+from shardline.telemetry.profile import Profiler, ops_table
 
 CPU = torch.device("cpu")
 
@@ -182,3 +184,24 @@ def test_cuda_out_of_memory_leaves_a_snapshot(tmp_path):
         with Profiler(snapshot_config(), tmp_path, 0, torch.device("cuda")):
             torch.empty(2**50, dtype=torch.uint8, device="cuda")
     assert files_in(tmp_path) == {"memory_snapshot/iteration_1_out_of_memory/rank0_memory_snapshot.pickle"}
+
+
+def test_shares_in_the_table_are_of_the_time_of_ops_alone():
+    def op(name, own, total):
+        measures = {"self_cpu_time_total": own, "cpu_time_total": total, "self_device_time_total": 0, "count": 2}
+        return SimpleNamespace(key=name, is_user_annotation=False, device_type=DeviceType.CPU, **measures)
+
+    rows = ops_table([op("outer", 1500.0, 6000.0), op("inner", 4500.0, 4500.0)], 5).splitlines()[2:]
+    assert [row.split() for row in rows] == [
+        ["4.500", "75.0%", "4.500", "2", "inner"],
+        ["1.500", "25.0%", "6.000", "2", "outer"],
+    ]
+
+
+def test_time_is_set_aside_for_the_step_that_writes(tmp_path):
+    with Profiler(make_config(), tmp_path, 0, CPU, start_step=100) as profiler:
+        found = []
+        for _ in range(8):
+            found.append(profiler.writes_next())
+            profiler.step()
+    assert found == [False, False, False, True] * 2

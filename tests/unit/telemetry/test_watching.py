@@ -20,7 +20,7 @@ from shardline.run.folder import RunFolder
 from shardline.run.options import TrainOptions
 from shardline.telemetry.heartbeat import Heartbeat
 from shardline.telemetry.loss_watch import LEAST, REMEMBERED, LossWatch
-from shardline.telemetry.slow_ranks import OWN, ROWS, SlowRanks
+from shardline.telemetry.slow_ranks import OWN, ROWS, SlowRanks, parts_of
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import run, tiny_config
 from tests.parity.harness import _own_logging
@@ -67,6 +67,19 @@ def test_ranks_of_other_stages_and_single_slow_steps_are_no_slow_ranks():
     for number in range(4 * ROWS):
         once = table(layout, r3=(0.01, 0.9 if number % ROWS else 0.5, 0.05))
         assert ranks.add(*once) == []
+
+
+def test_less_than_a_millisecond_makes_no_slow_rank():
+    layout = Layout(dp_shard=2)
+    ranks, short = SlowRanks(layout, 0), {"r0": (0.0, 1e-3, 0.0), "r1": (0.0, 1.9e-3, 0.0)}
+    assert [ranks.add(*table(layout, 2e-3, **short)) for _ in range(3 * ROWS)] == [[]] * (3 * ROWS)
+
+
+def test_what_a_pipeline_waits_for_is_idle_time():
+    row = {"seconds": 1.0, "data": 0.0, "idle": 0.2, "comm": {"pp": 0.3}}
+    parts = parts_of({**row, "exposed": {"pp": 0.05, "other": 0.1, "tp": 0.02}})
+    parts = {name: seconds for name, seconds in parts.items() if seconds}
+    assert parts == pytest.approx({"idle": 0.3, "exposed tp": 0.02, "hidden pp": 0.25, "compute": 0.43})
 
 
 def test_slots_of_ranks_add_up_to_one_table():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 import tomllib
 from dataclasses import replace
@@ -96,6 +97,9 @@ HOSTS = {
     "quota": ({"cpu_quota": 8.0}, "warning", "cores", "OMP_NUM_THREADS=4"),
     "small quota": ({"cpu_quota": 0.5}, "warning", "cores", "0.25 per rank|fewer ranks"),
     "no memory": ({"memory_left": GIB}, "warning", "memory", "control group"),
+    "memory of one rank": ({"memory_left": 3 * GIB}, "warning", "memory", "control group"),
+    "shm of one rank": ({"shared_memory": (8 * GIB, 40 * 2**20)}, "error", "shared memory", "--shm-size"),
+    "files of one rank": ({"open_files": 90}, "error", "limits", "ulimit -n"),
 }
 
 
@@ -115,6 +119,7 @@ JOBS = {
     "no locks": ({"storage": [replace(DISK, lock_problem="Function not implemented")]}, "warning", "locking"),
     "full disk": ({"storage": [replace(DISK, free=10 * GIB)]}, "error", "free space"),
     "room for some": ({"storage": [replace(DISK, free=100 * GIB)]}, "warning", "free space"),
+    "no room for a new one": ({"storage": [replace(DISK, free=165 * GIB)]}, "warning", "free space"),
     "below the profile": ({"rates": [replace(RATES[0], measured=500.0)]}, "warning", "rates"),
 }
 
@@ -141,8 +146,16 @@ def test_machines_that_differ_and_clocks_that_disagree():
     assert [(one.level, one.topic) for one in wrong] == [("error", "versions"), ("warning", "clocks")]
     assert "torch: 2.13.0+cu130 on node0; 2.12.0 on node1" in wrong[0].text
     assert wrong[1].text.startswith("node1 is -3.000000 s off")
-    fine = [ranks[0], replace(ranks[1], clock_ahead=0.2)]
-    assert ("ok", "clocks") in told(replace(WELL, hosts=[GOOD, replace(GOOD, host="node1")], ranks=fine))
+    for ahead, error in ((0.2, 0.01), (-1.5, 0.7)):  # the second may be an error of measuring
+        fine = [ranks[0], replace(ranks[1], clock_ahead=ahead, clock_error=error)]
+        assert ("ok", "clocks") in told(replace(WELL, hosts=[GOOD, replace(GOOD, host="node1")], ranks=fine))
+
+
+@pytest.mark.parametrize("name", ["shardline", "torch", "cuda", "nccl"])
+def test_each_version_that_must_be_alike_is_compared(name):
+    other = replace(GOOD, host="node1", versions={**VERSIONS, name: "2.12.9"})
+    (wrong,) = (one for one in findings(replace(WELL, hosts=[GOOD, other])) if one.level != "ok")
+    assert wrong.text.startswith(f"machines differ in {name}: {VERSIONS[name]} on node0; 2.12.9 on node1")
 
 
 def test_no_room_is_asked_for_where_nothing_is_saved():
@@ -275,6 +288,27 @@ def test_this_machine_is_read(quick, tmp_path):
     assert place.free > 0
     assert place.kind
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_numbers_of_a_disk_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_module, "BLOCKS", 1)
+    seconds = iter([0.0, 4.0, 10.0, 10.5])  # of writing, of reading
+    monkeypatch.setattr(storage_module.time, "perf_counter", lambda: next(seconds))
+    write, read = storage_module.speeds(tmp_path / "data")
+    assert (write, read) == (storage_module.BLOCK / 4.0, storage_module.BLOCK / 0.5)
+    monkeypatch.undo()
+    usage = type(shutil.disk_usage(tmp_path))(1000, 700, 300)
+    monkeypatch.setattr(storage_module, "BLOCKS", 1)
+    monkeypatch.setattr(storage_module.shutil, "disk_usage", lambda path: usage)
+    assert read_storage(tmp_path).free == 300
+
+
+def test_a_folder_is_on_the_deepest_mount(tmp_path, monkeypatch):
+    rows = [("/", "ext4"), (str(tmp_path), "nfs4"), (str(tmp_path.parent), "tmpfs"), (f"{tmp_path}-other", "xfs")]
+    table = tmp_path / "mountinfo"
+    table.write_text("".join(f"36 35 98:0 / {place} rw - {kind} /dev/x rw\n" for place, kind in rows))
+    monkeypatch.setattr(storage_module, "MOUNTS", table)
+    assert storage_module.file_system(tmp_path) == "nfs4"
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):

@@ -147,6 +147,9 @@ def test_comparison(capsys):
     words = ("--pp", "4", "--microbatches", "8", "--compare", "--stages-per-rank", "3", "--json")
     found = [json.loads(line) for line in shown(capsys, *words).out.splitlines()]
     assert [len(row["stages"][0]) for row in found] == [1, 1, 3, 3, 3, 2, 2]
+    held = [row["in_flight"][0] / len(row["stages"][0]) for row in found]  # the first rank holds the most of each
+    table = shown(capsys, *words[:-1]).out.splitlines()[2:]
+    assert [float(line.split("|")[4]) for line in table] == pytest.approx(held, abs=0.051)
 
 
 # ---- with a config ---------------------------------------------------------------------------------------------------
@@ -238,6 +241,8 @@ def test_the_table_of_a_config(capsys, monkeypatch, run_file):
         assert f"{rank} {rank + 2}     {costs}  2 x, {sent:.2f} KiB" in line
         layers = ranges(layer for own in numbers["layers"][rank] for layer in own)
         assert line.endswith(f"{layers} (1 with experts)")
+        held = numbers["in_flight"][rank]
+        assert line.split()[2:4] == [str(held), f"{held / 2:.1f}".removesuffix(".0")]  # two stages on each rank
 
 
 def test_svg_of_a_config(capsys, run_file, tmp_path):

@@ -120,8 +120,10 @@ def test_the_table_has_the_clock_of_saves_the_samples_of_a_validation_and_what_i
     monkeypatch.setattr("shardline.training.overview.resident_memory", lambda: 5 * 2**30)
     validation = {"validation__enable": True, "validation__freq": 3, "validation__steps": 1}
     saves = {"checkpoint__enable": True, "checkpoint__interval": 60, "checkpoint__interval_type": "seconds"}
-    table, _ = started(tmp_path / "run", capsys, **validation, **saves, checkpoint__keep_latest_k=0)
+    weights = {"checkpoint__keep_latest_k": 0, "checkpoint__last_save_model_only": True}
+    table, _ = started(tmp_path / "run", capsys, **validation, **saves, **weights)
     assert table["checkpoints"].startswith("every 60 seconds and at the end, all kept, about ")
+    assert table["checkpoints"].endswith(" each, the last one weights only")
     assert table["validation"].endswith(": 8 samples of demo (generated text)")
     assert table["memory"].startswith("about 5 GiB of ")
 
@@ -130,6 +132,21 @@ def test_the_batch_of_pairs_and_of_ranks_in_words():
     config = tiny_config("x", training__objective="dpo", training__gradient_accumulation_steps=2)
     words = "2 x 32 tokens x 4 pairs x 2 micro-batches x 3 data ranks = 24 pairs, 1,536 tokens a step"
     assert overview._batch(config, 3) == words
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"decay_type": "cosine", "min_lr_factor": 0.1, "total_steps": 16}, "peak 0.003, cosine to 0.0003 at step 16"),
+        ({"decay_type": "constant"}, "peak 0.003, then constant"),
+        ({"min_lr_factor": 1.0}, "peak 0.003, then constant"),
+    ],
+)
+def test_the_schedule_in_words(changes, words):
+    config = tiny_config("x", **{f"lr_scheduler__{name}": value for name, value in changes.items()})
+    assert overview._schedule(config, 8, 4) == f"AdamW, 8 steps: warmup 2, {words}"
+    grown = config.replace({"optimizer.lr_scaling": "linear", "optimizer.lr_scaling_base_batch": 2})
+    assert f"peak {0.003 * 4 / 2:.3g}" in overview._schedule(grown, 8, 4)
 
 
 @pytest.mark.parametrize(
