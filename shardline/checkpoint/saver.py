@@ -198,13 +198,16 @@ class Saver:
             self._remove_partial()
             raise
 
-    def complete(self) -> None:
-        """Wait for the save under way and its copy in the mirror; called at the end of the run."""
+    def complete(self, late: Callable[[], str]) -> None:
+        """Wait for the save under way and its copy in the mirror; called at the end of the run.
+
+        `late` returns why the run cannot wait any longer for the copy, or "" as long as it can.
+        """
         self.finish()
         if self.section.enable and self.section.mirror is not None:
             with watchdog.patiently("copying checkpoints to the mirror"):
                 if self.mirror is not None:
-                    self.mirror.finish()
+                    self.mirror.finish(late)
 
     def let_finish(self) -> None:
         """Wait a while for the save under way, after the run has failed for another reason."""

@@ -679,6 +679,13 @@ SAVES_AND_STOPS = [
         f"{STOPPING}a_clock_that_is_set_is_not_time_that_has_passed",
     ),
     Change(
+        "the last copy to a mirror has no end",
+        "run/stop.py",
+        "if self.limit is not None and self.limit.is_over():",
+        "if False:",
+        f"{STOPPING}what_ends_the_wait_for_the_last_copy",
+    ),
+    Change(
         "a save of a stopped run is taken to last no time",
         "run/stop.py",
         "return save * (1 + another_save) + 2 * longest_step",

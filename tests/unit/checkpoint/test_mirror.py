@@ -270,6 +270,26 @@ def test_training_does_not_wait_for_a_slow_copy(trained: Path, folder: Path) -> 
     assert step_names(mirror.place) == ["step-1", "step-2"]
 
 
+def test_a_stop_cuts_the_last_copy_short_and_the_next_start_makes_it(
+    trained: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(trained, folder, 1, 2)
+    mirror, let_go = Mirror(URL, folder, keep=2), threading.Event()
+    faults.before_write = lambda path: let_go.wait(60)
+    mirror.finish(lambda: "within 5 s after SIGTERM")
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    missing = f"step-1, step-2 in {folder}: not copied to {URL} within 5 s after SIGTERM"
+    assert line == f"{missing}; the next start of this run copies them"
+    thread = next(one for one in threading.enumerate() if one.name == "shardline-mirror")
+    let_go.set()
+    thread.join(60)
+    assert step_names(mirror.place) == []
+    again = Mirror(URL, folder, keep=2)
+    again.finish(lambda: "" if again._thread is not None else "too late for a copy that is made")
+    assert step_names(again.place) == ["step-1", "step-2"]
+    assert caplog.text.count("not copied to") == 1
+
+
 def test_a_mirror_inside_the_run_is_refused(folder: Path) -> None:
     for path in (folder, folder / "deeper", folder.parent):
         with pytest.raises(UserError, match="overlaps"):
