@@ -1156,6 +1156,13 @@ SAMPLES_AND_EVALUATION = [
 
 FOUND_BY_READING = [
     Change(
+        "a machine of the same name is this one",
+        "run/lock.py",
+        'self.host == socket.gethostname() and self.boot in ("", _boot())',
+        "self.host == socket.gethostname()",
+        "tests/unit/run/test_run_folder.py::test_a_machine_or_container_of_the_same_name_keeps_the_folder",
+    ),
+    Change(
         "a hang with the code of a preemption is no failure",
         "launch/agent.py",
         "            return True  # whatever else checkpoint.preempted_exit_code says",
