@@ -6,7 +6,6 @@ Every block is compared with its checksum on arrival; a checkpoint gets its name
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -19,8 +18,8 @@ from shardline.checkpoint.format import MANIFEST, Saved, find_checkpoint, look_a
 from shardline.checkpoint.mirror import digest_of, read_record, write_record
 from shardline.data.prepare import cache_folder
 from shardline.errors import UserError
-from shardline.storage.atomic import plain_file
 from shardline.storage.blocks import Damaged, copy_file
+from shardline.storage.exclusive import exclusive
 from shardline.storage.location import Location, is_url, locate
 from shardline.storage.progress import Progress, say
 from shardline.words import sized
@@ -51,8 +50,7 @@ def _cached(saved: Saved) -> Path:
     folder = cache_folder(None) / "checkpoints" / hashlib.sha256(parent.encode()).hexdigest()[:16]
     target = folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f".{name}.lock", "w", opener=plain_file) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(folder / f".{name}.lock", lambda: say(f"another process is fetching {saved.place}; waiting for it")):
         here = look_at(locate(target), any_step=True)
         if here.saved is not None and here.saved.manifest == saved.manifest and not here.check():
             say(f"{saved.place}: using the copy in {target}")

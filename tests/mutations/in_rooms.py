@@ -1156,6 +1156,13 @@ SAMPLES_AND_EVALUATION = [
 
 FOUND_BY_READING = [
     Change(
+        "without locks two processes prepare the same data",
+        "storage/exclusive.py",
+        "            if silent is None:\n                continue",
+        "            silent = _stamp(last)",
+        "tests/unit/storage/test_exclusive.py::test_a_holder_is_waited_for_as_long_as_it_beats",
+    ),
+    Change(
         "a machine of the same name is this one",
         "run/lock.py",
         'self.host == socket.gethostname() and self.boot in ("", _boot())',
