@@ -112,7 +112,7 @@ class Mirror:
                 self._again = False
             try:
                 self._sync()
-            except Exception as error:  # training goes on, whatever a file system raises
+            except BaseException as error:  # training goes on, whatever a file system raises: asyncio.CancelledError
                 log.warning("%s: %s; %s", self.url, _reason(error), self._prospect())
 
     def _prospect(self) -> str:
@@ -270,6 +270,6 @@ def _overlap(a: Path, b: Path) -> bool:
     return a == b or a in b.parents or b in a.parents
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     return (error.strerror or text) if isinstance(error, OSError) else text

@@ -1,5 +1,6 @@
 """`checkpoint.mirror`: shards first, manifest last, nothing of others touched, failures said and tried again."""
 
+import asyncio
 import json
 import logging
 import shutil
@@ -181,6 +182,24 @@ def test_the_end_tries_once_more_and_then_says_so(
     assert caplog.text.count("the run ends without it") == 1
     faults.unreachable = False
     assert step_names(mirror.place) == ["step-1"]
+
+
+def test_an_error_that_is_no_exception_does_not_end_the_copies(
+    trained: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cancelled request of a file system's event loop is one: the end would wait for a thread that is gone."""
+    save(trained, folder, 1)
+    mirror, cancelled = Mirror(URL, folder, keep=3), [asyncio.CancelledError()]
+
+    def cancel(path: str) -> None:
+        if cancelled:
+            raise cancelled.pop()
+
+    faults.before_write = cancel
+    mirror.nudge()
+    wait(mirror)
+    assert caplog.messages == [f"{URL}: CancelledError; the next save tries again"]
+    assert copied(mirror) == ["step-1"]
 
 
 def test_what_others_put_there_is_left_alone(trained: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
