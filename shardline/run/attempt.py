@@ -50,10 +50,15 @@ def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptio
     if attempt.folder is None:
         return config, options
     changes: dict[str, Any] = {"job.dump_folder": attempt.folder}
-    if attempt.begun and any((Path(attempt.folder) / config.checkpoint.folder).glob("step-*")):
+    if attempt.begun and not is_partial_only(Path(attempt.folder) / config.checkpoint.folder):
         changes["checkpoint.load_step"] = -1
     overwrite = options.overwrite and not attempt.begun
     return config.replace(changes), dataclasses.replace(options, overwrite=overwrite)
+
+
+def is_partial_only(checkpoints: Path) -> bool:
+    """Whether the folder holds nothing but saves that a crash cut off."""
+    return all(path.name.endswith(".partial") for path in checkpoints.glob("step-*"))
 
 
 def note(what: str, **facts: Any) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardline.errors import UserError
 from shardline.json_text import parse_json
 from shardline.models.flavors import model_label
-from shardline.run.attempt import this_attempt
+from shardline.run.attempt import is_partial_only, this_attempt
 from shardline.run.lock import Lock, take
 from shardline.run.previous_run import (
     CONFIG_HEADER,
@@ -213,7 +213,7 @@ def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Pat
     folder.resume_step = has_good_checkpoint(folder.path) if saved else None
     if folder.resume_step is not None:
         log.info("restarted: resuming from step %d of the run in %s", folder.resume_step, folder.path)
-    elif saved and not _is_partial_only(folder.checkpoint_folder):
+    elif saved and not is_partial_only(folder.checkpoint_folder):
         raise UserError(f"{folder.checkpoint_folder} holds no checkpoint that the run could be restarted from")
     else:
         log.info("restarted: nothing was saved yet, %s begins at step 0 again", folder.path)
@@ -225,7 +225,7 @@ def _ended_before_a_save(config: Config, folder: RunFolder) -> bool:
     If it came further, its checkpoints have disappeared: that is for a person to look at.
     """
     section = previous_config(folder.path).get("checkpoint", {})
-    if not (config.checkpoint.enable and section.get("enable")) or not _is_partial_only(folder.checkpoint_folder):
+    if not (config.checkpoint.enable and section.get("enable")) or not is_partial_only(folder.checkpoint_folder):
         return False
     first = 1 if section.get("enable_first_step_checkpoint") else section.get("interval", 1)
     partial = any(folder.checkpoint_folder.glob("step-*"))  # a save in the background was cut off
@@ -241,11 +241,6 @@ def _last_logged_step(metrics: Path) -> int:
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # the last line may be torn
             steps.append(int(parse_json(line).get("step", 0)))
     return max(steps)
-
-
-def _is_partial_only(checkpoints: Path) -> bool:
-    """Whether the folder holds nothing but saves that a crash cut off."""
-    return all(path.name.endswith(".partial") for path in checkpoints.glob("step-*"))
 
 
 def _checkpoints_outside(config: Config, folder: RunFolder) -> list[Path]:

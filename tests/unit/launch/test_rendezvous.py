@@ -517,6 +517,8 @@ def test_later_attempts_keep_the_folder_and_neither_overwrite_nor_go_back(later)
     later()
     kept, asked = attempt.continued(config, options)
     assert (asked.overwrite, kept.checkpoint.load_step) == (False, 3)  # nothing saved yet: it begins where it began
+    (folder / "checkpoint" / "step-5.partial").mkdir()  # cut off: step 3 of checkpoint.initial_load_path counts again
+    assert attempt.continued(config, options)[0].checkpoint.load_step == 3
     (folder / "checkpoint" / "step-5").mkdir()
     assert attempt.continued(config, options)[0].checkpoint.load_step == -1
 
