@@ -38,6 +38,13 @@ def local_path(where: str | Path, step: int = -1) -> Path:
         return _cached(_checked(find_checkpoint(place, step)))
 
 
+def step_at(url: str, step: int) -> int:
+    """Return the step of the checkpoint that a URL means now: the newest, or `step`."""
+    place = locate(url)
+    with _named(place):
+        return find_checkpoint(place, step).step
+
+
 def _checked(saved: Saved) -> Saved:
     for problem in saved.check_sizes():
         raise Damaged(str(problem))
@@ -90,8 +97,10 @@ def fetch_to_resume(url: str, folder: Path) -> None:
     with _named(place):
         every = [look_at(place / name) for name in reversed(step_names(place))]
         for found in every:
-            if found.saved is not None:  # they belong to this run from now on
+            if found.saved is not None:  # they belong to this run from now on, also if it is killed while it fetches
                 rows[found.place.base] = {"sha256": digest_of(found.place), "kind": found.saved.kind}
+        if every:
+            write_record(folder, url, {**read_record(folder, url), **rows})
         for found in every:
             try:
                 if found.saved is None:
@@ -103,8 +112,6 @@ def fetch_to_resume(url: str, folder: Path) -> None:
             log.info("fetched %s: %s held no checkpoint", found.place, folder)
             if found.saved.kind == "full":
                 break
-        if every:
-            write_record(folder, url, {**read_record(folder, url), **rows})
 
 
 @contextlib.contextmanager

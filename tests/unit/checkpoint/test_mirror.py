@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -16,7 +17,7 @@ from shardline.checkpoint import format as files
 from shardline.checkpoint.commit import CheckpointWriter
 from shardline.checkpoint.fetch import fetch_to_resume, local_path
 from shardline.checkpoint.format import find, find_checkpoint, look_at, manifest_checksum, step_names
-from shardline.checkpoint.mirror import Mirror, check_free
+from shardline.checkpoint.mirror import Mirror, check_free, read_record
 from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.storage.location import locate
@@ -389,6 +390,18 @@ def test_the_newest_good_one_is_fetched_to_resume(
     assert copied(mirror) == ["step-4"]
     fetch_to_resume("memory://nothing/there", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_what_is_there_is_the_runs_own_even_if_it_is_killed_while_it_fetches(
+    trained: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its next saves of these steps would never be copied: they would belong to another run."""
+    save(trained, folder, 1, 2)
+    copied(Mirror("memory://bucket/run", folder, keep=0))
+    monkeypatch.setattr("shardline.checkpoint.fetch.fetch", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fetch_to_resume("memory://bucket/run", tmp_path / "fresh")
+    assert sorted(read_record(tmp_path / "fresh", "memory://bucket/run")) == ["step-1", "step-2"]
 
 
 @pytest.mark.parametrize("url", ["memory://bucket/run", URL])
