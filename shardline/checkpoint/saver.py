@@ -22,7 +22,7 @@ import torch
 from shardline.checkpoint import format as files
 from shardline.checkpoint.assets import tokenizer_of_run
 from shardline.checkpoint.background import Background
-from shardline.checkpoint.commit import CheckpointWriter, LastSave, Owners, Save
+from shardline.checkpoint.commit import CheckpointWriter, LastSave, Owners, Save, reason
 from shardline.checkpoint.lora.base import Base, recorded
 from shardline.checkpoint.mirror import Mirror
 from shardline.checkpoint.resume import DataIdentity, RunPosition, rng_state
@@ -166,9 +166,9 @@ class Saver:
 
     def last_words(self, step: int) -> str:
         """Describe for the closing table what a run that has reached `step` has saved."""
-        reason, last = why_not_saved(self.config), self._writer.last
-        if reason is not None or last is None:
-            return f"none: {reason or 'nothing of the run is saved'}"
+        why_none, last = why_not_saved(self.config), self._writer.last
+        if why_none is not None or last is None:
+            return f"none: {why_none or 'nothing of the run is saved'}"
         size = f", {sized(last.size)}" if last.size else ""
         since = step - last.step
         held = "all of the run is in it" if since == 0 else f"{counted(since, 'step')} since then are not in it"
@@ -210,9 +210,11 @@ class Saver:
                     self.mirror.finish(late)
 
     def let_finish(self) -> None:
-        """Wait a while for the save under way, after the run has failed for another reason."""
-        with contextlib.suppress(UserError):
+        """Wait a while for the save under way, after the run has failed for another reason, which stays its error."""
+        try:
             self._background.wait(LAST_WAIT_SECONDS)
+        except Exception as error:  # the store's, for example, if its process has ended by now
+            log.warning("the save of step %d failed, too: %s", self.saved_step, reason(error))
 
     def close(self) -> None:
         """Cancel a save that is still being written; a run that ended well has already waited for it."""
