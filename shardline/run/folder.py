@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardline.config.schema import Checkpoint
 from shardline.errors import UserError
 from shardline.json_text import parse_json
 from shardline.models.flavors import model_label
@@ -224,23 +225,32 @@ def _ended_before_a_save(config: Config, folder: RunFolder) -> bool:
 
     If it came further, its checkpoints have disappeared: that is for a person to look at.
     """
-    section = previous_config(folder.path).get("checkpoint", {})
+    previous = previous_config(folder.path)
+    section = previous.get("checkpoint", {})
     if not (config.checkpoint.enable and section.get("enable")) or not is_partial_only(folder.checkpoint_folder):
         return False
-    first = 1 if section.get("enable_first_step_checkpoint") else section.get("interval", 1)
+    first = section.get("interval", 1)
+    ratio, steps = section.get("interval_ratio"), previous.get("training", {}).get("steps")
+    if ratio is not None and steps is not None:
+        first = Checkpoint(interval_ratio=ratio).every(steps)
     partial = any(folder.checkpoint_folder.glob("step-*"))  # a save in the background was cut off
-    came_to = max(map(_last_logged_step, (folder.metrics_path, folder.moved_metrics_path)))
+    step, seconds = map(max, zip(*map(_logged, (folder.metrics_path, folder.moved_metrics_path)), strict=True))
+    if section.get("enable_first_step_checkpoint"):
+        return bool(step < (2 if partial else 1))
+    came_to = seconds if section.get("interval_type") == "seconds" else step
     return bool(came_to < first * (2 if partial else 1))
 
 
-def _last_logged_step(metrics: Path) -> int:
-    if not metrics.exists():
-        return 0
-    steps = [0]
-    for line in read_plain(metrics).splitlines():
+def _logged(metrics: Path) -> tuple[int, float]:
+    """The last step of a run's rows, and how long its steps took."""
+    last, seconds = 0, 0.0
+    for line in read_plain(metrics).splitlines() if metrics.exists() else ():
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # the last line may be torn
-            steps.append(int(parse_json(line).get("step", 0)))
-    return max(steps)
+            row = parse_json(line)
+            step = int(row.get("step", 0))
+            seconds += max(0, step - last) * float(row.get("step_seconds", 0))
+            last = max(last, step)
+    return last, seconds
 
 
 def _checkpoints_outside(config: Config, folder: RunFolder) -> list[Path]:

@@ -352,6 +352,7 @@ def test_a_restart_of_the_same_job_puts_nothing_back(tmp_path, monkeypatch):
 
 
 EVERY_TEN = "[checkpoint]\nenable = true\ninterval = 10\n"
+A_TENTH = "[training]\nsteps = 100\n[checkpoint]\nenable = true\ninterval_ratio = 0.1\n"
 
 
 @pytest.mark.parametrize(
@@ -363,6 +364,10 @@ EVERY_TEN = "[checkpoint]\nenable = true\ninterval = 10\n"
         (EVERY_TEN, [1, 22], "step-20.partial", False),
         (EVERY_TEN, [1, 9], "step-5", False),
         (EVERY_TEN + "enable_first_step_checkpoint = true\n", [1, 2], None, False),
+        (EVERY_TEN + 'interval_type = "seconds"\n', [1, 19], None, True),  # of half a second each
+        (EVERY_TEN + 'interval_type = "seconds"\n', [1, 20], None, False),
+        (A_TENTH, [1, 9], None, True),
+        (A_TENTH, [1, 10], None, False),
         ("[checkpoint]\nenable = false\ninterval = 10\n", [1, 2], None, False),
         (None, [1, 2], None, False),
     ],
@@ -371,7 +376,7 @@ def test_a_run_that_ended_before_its_first_save_begins_again(tmp_path, config, s
     run = start(tmp_path)
     if config is not None:
         run.write_config(config)
-    run.metrics_path.write_text("".join(f'{{"step": {step}}}\n' for step in steps) + '{"st')
+    run.metrics_path.write_text("".join(f'{{"step": {step}, "step_seconds": 0.5}}\n' for step in steps) + '{"st')
     run.close()
     if left is not None:
         (tmp_path / "checkpoint" / left).mkdir(parents=True)
