@@ -210,11 +210,11 @@ def _decide(
 
 def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Path], int | None]) -> None:
     """Continue an earlier attempt of this job: from its last save, or from step 0 where it never saved."""
-    saved = config.checkpoint.enable and any(folder.checkpoint_folder.glob("step-*"))
+    saved = config.checkpoint.enable and not is_partial_only(folder.checkpoint_folder)
     folder.resume_step = has_good_checkpoint(folder.path) if saved else None
     if folder.resume_step is not None:
         log.info("restarted: resuming from step %d of the run in %s", folder.resume_step, folder.path)
-    elif saved and not is_partial_only(folder.checkpoint_folder):
+    elif saved:
         raise UserError(f"{folder.checkpoint_folder} holds no checkpoint that the run could be restarted from")
     else:
         log.info("restarted: nothing was saved yet, %s begins at step 0 again", folder.path)

@@ -1156,6 +1156,21 @@ SAMPLES_AND_EVALUATION = [
 
 FOUND_BY_READING = [
     Change(
+        "a restart of a run that never saves goes to the newest step",
+        "run/attempt.py",
+        "saves, checkpoints = not config.checkpoint.load_only,",
+        "saves, checkpoints = True,",
+        "tests/unit/launch/test_rendezvous.py::test_later_attempts_keep_the_folder_and_neither_overwrite_nor_go_back",
+    ),
+    Change(
+        "each rank chooses the step of the initial weights",
+        "checkpoint/resume.py",
+        "return self._find_initial(self._initial_path(given, step), step)",
+        "return self._find_initial(self._initial_path(given, wanted), wanted)",
+        "tests/unit/checkpoint/test_checkpoint_files.py"
+        "::test_every_rank_takes_the_initial_weights_that_rank_0_has_found",
+    ),
+    Change(
         "without locks two processes prepare the same data",
         "storage/exclusive.py",
         "            if silent is None:\n                continue",
