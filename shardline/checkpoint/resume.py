@@ -339,13 +339,13 @@ class Start:
 
         Rank 0 chooses the step: a run that still saves there may show the others a newer one.
         """
-        wanted = self.config.checkpoint.load_step
+        asked_for = self.config.checkpoint.load_step
         with blame("checkpoint.initial_load_path"):
             folder = locate(given).local if is_url(given) else Path(given)
             if folder is None:
-                step = self.mesh.from_rank_0(lambda: step_at(given, wanted))
+                step = self.mesh.from_rank_0(lambda: step_at(given, asked_for))
         if folder is not None:
-            step = self.mesh.from_rank_0(lambda: self._find_initial(folder, wanted).step)
+            step = self.mesh.from_rank_0(lambda: self._find_initial(folder, asked_for).step)
         return self._find_initial(self._initial_path(given, step), step)
 
     def _find_initial(self, path: Path, step: int) -> Saved:

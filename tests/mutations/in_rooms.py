@@ -939,8 +939,8 @@ CONFIG_AND_LAUNCH = [
     Change(
         "a run in use is taken over",
         "run/lock.py",
-        "        raise _in_use(file, holder)\n    if _holder(descriptor):",
-        "        pass\n    if _holder(descriptor):",
+        "        raise _in_use(file, holder)\n    if _holder(descriptor).words:",
+        "        pass\n    if _holder(descriptor).words:",
         "tests/unit/run/test_run_folder.py::test_a_run_on_another_machine_keeps_the_folder_while_its_heart_beats",
     ),
     Change(
@@ -1166,7 +1166,7 @@ FOUND_BY_READING = [
         "each rank chooses the step of the initial weights",
         "checkpoint/resume.py",
         "return self._find_initial(self._initial_path(given, step), step)",
-        "return self._find_initial(self._initial_path(given, wanted), wanted)",
+        "return self._find_initial(self._initial_path(given, asked_for), asked_for)",
         "tests/unit/checkpoint/test_checkpoint_files.py"
         "::test_every_rank_takes_the_initial_weights_that_rank_0_has_found",
     ),
