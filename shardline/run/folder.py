@@ -234,7 +234,8 @@ def _ended_before_a_save(config: Config, folder: RunFolder) -> bool:
     if ratio is not None and steps is not None:
         first = Checkpoint(interval_ratio=ratio).every(steps)
     partial = any(folder.checkpoint_folder.glob("step-*"))  # a save in the background was cut off
-    step, seconds = map(max, zip(*map(_logged, (folder.metrics_path, folder.moved_metrics_path)), strict=True))
+    logged = [_logged(path) for path in (folder.metrics_path, folder.moved_metrics_path)]
+    step, seconds = max(one[0] for one in logged), max(one[1] for one in logged)
     if section.get("enable_first_step_checkpoint"):
         return bool(step < (2 if partial else 1))
     came_to = seconds if section.get("interval_type") == "seconds" else step
