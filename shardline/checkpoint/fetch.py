@@ -6,7 +6,6 @@ Every block is compared with its checksum on arrival; a checkpoint gets its name
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -19,8 +18,8 @@ from shardline.checkpoint.format import MANIFEST, Saved, find_checkpoint, look_a
 from shardline.checkpoint.mirror import digest_of, read_record, write_record
 from shardline.data.prepare import cache_folder
 from shardline.errors import UserError
-from shardline.storage.atomic import plain_file
 from shardline.storage.blocks import Damaged, copy_file
+from shardline.storage.exclusive import exclusive
 from shardline.storage.location import Location, is_url, locate
 from shardline.storage.progress import Progress, say
 from shardline.words import sized
@@ -39,6 +38,13 @@ def local_path(where: str | Path, step: int = -1) -> Path:
         return _cached(_checked(find_checkpoint(place, step)))
 
 
+def step_at(url: str, step: int) -> int:
+    """Return the step of the checkpoint that a URL means now: the newest, or `step`."""
+    place = locate(url)
+    with _named(place):
+        return find_checkpoint(place, step).step
+
+
 def _checked(saved: Saved) -> Saved:
     for problem in saved.check_sizes():
         raise Damaged(str(problem))
@@ -51,8 +57,7 @@ def _cached(saved: Saved) -> Path:
     folder = cache_folder(None) / "checkpoints" / hashlib.sha256(parent.encode()).hexdigest()[:16]
     target = folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f".{name}.lock", "w", opener=plain_file) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(folder / f".{name}.lock", lambda: say(f"another process is fetching {saved.place}; waiting for it")):
         here = look_at(locate(target), any_step=True)
         if here.saved is not None and here.saved.manifest == saved.manifest and not here.check():
             say(f"{saved.place}: using the copy in {target}")
@@ -92,8 +97,10 @@ def fetch_to_resume(url: str, folder: Path) -> None:
     with _named(place):
         every = [look_at(place / name) for name in reversed(step_names(place))]
         for found in every:
-            if found.saved is not None:  # they belong to this run from now on
+            if found.saved is not None:  # they belong to this run from now on, also if it is killed while it fetches
                 rows[found.place.base] = {"sha256": digest_of(found.place), "kind": found.saved.kind}
+        if every:
+            write_record(folder, url, {**read_record(folder, url), **rows})
         for found in every:
             try:
                 if found.saved is None:
@@ -105,8 +112,6 @@ def fetch_to_resume(url: str, folder: Path) -> None:
             log.info("fetched %s: %s held no checkpoint", found.place, folder)
             if found.saved.kind == "full":
                 break
-        if every:
-            write_record(folder, url, {**read_record(folder, url), **rows})
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from shardline.run.stop import why_not_saved
 from shardline.storage.atomic import read_plain, write_atomically
 from shardline.storage.blocks import copy_file
 from shardline.storage.location import Location, locate
-from shardline.words import sized
+from shardline.words import listed, sized
 
 log = logging.getLogger("shardline")
 RECORD = "mirror.json"
@@ -73,13 +74,18 @@ class Mirror:
         copying = self._copying
         return set() if copying is None else {copying}
 
-    def finish(self) -> None:
-        """Wait for the last copy; one that failed is tried once more."""
+    def finish(self, late: Callable[[], str] = str) -> None:
+        """Wait for the last copy; one that failed is tried once more.
+
+        `late` returns why the run cannot wait any longer, or "" as long as it can.
+        """
         self._last = True
         self.nudge()
         began = logged = time.monotonic()
         while (thread := self._thread) is not None:
             thread.join(0.2)
+            if thread.is_alive() and (why := late()):
+                return self._give_up(why)
             if time.monotonic() - logged > PATIENCE_SECONDS:
                 logged = time.monotonic()
                 log.info("copying step %s to %s, %.0f s so far", self._copying, self.url, logged - began)
@@ -87,6 +93,13 @@ class Mirror:
     def close(self) -> None:
         """Stop copying; a copy that is cut short has no manifest."""
         self._closed = True
+
+    def _give_up(self, why: str) -> None:
+        self.close()
+        if names := [saved.place.base for saved in self._missing()][::-1]:
+            them = "it" if len(names) == 1 else "them"
+            text = "%s in %s: not copied to %s %s; the next start of this run copies %s"
+            log.warning(text, listed(names), self.folder, self.url, why, them)
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
@@ -99,7 +112,7 @@ class Mirror:
                 self._again = False
             try:
                 self._sync()
-            except Exception as error:  # training goes on, whatever a file system raises
+            except BaseException as error:  # training goes on, whatever a file system raises: asyncio.CancelledError
                 log.warning("%s: %s; %s", self.url, _reason(error), self._prospect())
 
     def _prospect(self) -> str:
@@ -131,15 +144,19 @@ class Mirror:
         if not self._closed:
             self._prune()
 
-    def _newest_missing(self) -> Saved | None:
+    def _missing(self) -> Iterator[Saved]:
+        """The checkpoints here that are not copied yet, newest first."""
         copied = read_record(self.folder, self.url)
         here = locate(self.folder)
         for name in (name for name in reversed(step_names(here)) if name not in self._taken):
             saved = look_at(here / name).saved
-            if saved is None or copied.get(name, {}).get("sha256") == digest_of(saved.place):
-                continue
+            if saved is not None and copied.get(name, {}).get("sha256") != digest_of(saved.place):
+                yield saved
+
+    def _newest_missing(self) -> Saved | None:
+        for saved in self._missing():
             self._copying = saved.step
-            if (self.folder / name / MANIFEST).is_file():  # protected from now on, and not pruned before that
+            if (saved.path / MANIFEST).is_file():  # protected from now on, and not pruned before that
                 return saved
         self._copying = None
         return None
@@ -253,6 +270,6 @@ def _overlap(a: Path, b: Path) -> bool:
     return a == b or a in b.parents or b in a.parents
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     return (error.strerror or text) if isinstance(error, OSError) else text

@@ -21,7 +21,7 @@ from shardline.adapters.lora import own_parameters, trained_parameters
 from shardline.adapters.peft_files import open_peft
 from shardline.adapters.start import draw_matrices, set_magnitudes
 from shardline.checkpoint import format as files
-from shardline.checkpoint.fetch import local_path
+from shardline.checkpoint.fetch import local_path, step_at
 from shardline.checkpoint.format import Found, Saved
 from shardline.checkpoint.load import load_model, load_optimizer
 from shardline.checkpoint.lora.adapter import base_tensors
@@ -308,7 +308,7 @@ class Start:
             with blame("checkpoint.initial_load_path" if section.initial_load_path else "model.hf_assets_path"):
                 load_logical_state(self.model, self._weights_in(path))
         else:
-            saved = self._initial_checkpoint(self._initial_path(str(section.initial_load_path)))
+            saved = self._initial_checkpoint(str(section.initial_load_path))
             path = saved.path
             if saved.is_hf:
                 self.mesh.from_rank_0(saved.verify)
@@ -334,10 +334,24 @@ class Start:
         added = self.config.data.added_tokens or self.config.data.special_tokens
         return (read_hf_enlarged if added else read_hf)(folder, self.model.arch)
 
-    def _initial_checkpoint(self, path: Path) -> Saved:
+    def _initial_checkpoint(self, given: str) -> Saved:
+        """Find the checkpoint of the initial weights.
+
+        Rank 0 chooses the step: a run that still saves there may show the others a newer one.
+        """
+        asked_for = self.config.checkpoint.load_step
+        with blame("checkpoint.initial_load_path"):
+            folder = locate(given).local if is_url(given) else Path(given)
+            if folder is None:
+                step = self.mesh.from_rank_0(lambda: step_at(given, asked_for))
+        if folder is not None:
+            step = self.mesh.from_rank_0(lambda: self._find_initial(folder, asked_for).step)
+        return self._find_initial(self._initial_path(given, step), step)
+
+    def _find_initial(self, path: Path, step: int) -> Saved:
         try:
             with blame("checkpoint.initial_load_path"):
-                return files.find_checkpoint(path, self.config.checkpoint.load_step)
+                return files.find_checkpoint(path, step)
         except UserError as error:
             if (path / "config.json").is_file():
                 raise UserError(
@@ -358,13 +372,13 @@ class Start:
         if changes:
             log.warning("%s was trained by a model that computes differently: %s", saved.path, changes)
 
-    def _initial_path(self, given: str) -> Path:
+    def _initial_path(self, given: str, step: int) -> Path:
         """Fetch a checkpoint given as a URL: one rank of each machine makes the copy that its other ranks use."""
         if not is_url(given):
             return Path(given)
         fetched: list[Path] = []
         with watchdog.patiently(f"fetching {given}"), blame("checkpoint.initial_load_path"):
-            damage = self._agree(lambda: fetched.append(local_path(given, self.config.checkpoint.load_step)))
+            damage = self._agree(lambda: fetched.append(local_path(given, step)))
             if damage:
                 raise UserError(damage)
         return fetched[0]

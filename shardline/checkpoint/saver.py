@@ -22,7 +22,7 @@ import torch
 from shardline.checkpoint import format as files
 from shardline.checkpoint.assets import tokenizer_of_run
 from shardline.checkpoint.background import Background
-from shardline.checkpoint.commit import CheckpointWriter, LastSave, Owners, Save
+from shardline.checkpoint.commit import CheckpointWriter, LastSave, Owners, Save, reason
 from shardline.checkpoint.lora.base import Base, recorded
 from shardline.checkpoint.mirror import Mirror
 from shardline.checkpoint.resume import DataIdentity, RunPosition, rng_state
@@ -166,9 +166,9 @@ class Saver:
 
     def last_words(self, step: int) -> str:
         """Describe for the closing table what a run that has reached `step` has saved."""
-        reason, last = why_not_saved(self.config), self._writer.last
-        if reason is not None or last is None:
-            return f"none: {reason or 'nothing of the run is saved'}"
+        why_none, last = why_not_saved(self.config), self._writer.last
+        if why_none is not None or last is None:
+            return f"none: {why_none or 'nothing of the run is saved'}"
         size = f", {sized(last.size)}" if last.size else ""
         since = step - last.step
         held = "all of the run is in it" if since == 0 else f"{counted(since, 'step')} since then are not in it"
@@ -198,18 +198,23 @@ class Saver:
             self._remove_partial()
             raise
 
-    def complete(self) -> None:
-        """Wait for the save under way and its copy in the mirror; called at the end of the run."""
+    def complete(self, late: Callable[[], str]) -> None:
+        """Wait for the save under way and its copy in the mirror; called at the end of the run.
+
+        `late` returns why the run cannot wait any longer for the copy, or "" as long as it can.
+        """
         self.finish()
         if self.section.enable and self.section.mirror is not None:
             with watchdog.patiently("copying checkpoints to the mirror"):
                 if self.mirror is not None:
-                    self.mirror.finish()
+                    self.mirror.finish(late)
 
     def let_finish(self) -> None:
-        """Wait a while for the save under way, after the run has failed for another reason."""
-        with contextlib.suppress(UserError):
+        """Wait a while for the save under way, after the run has failed for another reason, which stays its error."""
+        try:
             self._background.wait(LAST_WAIT_SECONDS)
+        except Exception as error:  # the store's, for example, if its process has ended by now
+            log.warning("the save of step %d failed, too: %s", self.saved_step, reason(error))
 
     def close(self) -> None:
         """Cancel a save that is still being written; a run that ended well has already waited for it."""

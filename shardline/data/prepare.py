@@ -8,8 +8,6 @@ does not use.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -41,15 +39,17 @@ from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.errors import UserError, blame
 from shardline.hub import local_path
 from shardline.json_text import parse_json
-from shardline.storage.atomic import plain_file, read_plain, write_atomically
+from shardline.storage.atomic import read_plain, write_atomically
 from shardline.storage.blocks import BlockWriter, find_damage
+from shardline.storage.exclusive import exclusive
 from shardline.storage.location import locate
 from shardline.storage.progress import Progress, say
 from shardline.words import counted, sized
 
 PART_TOKENS = 64 * 2**20
 CACHE_VERSION = 1  # of the names of folders in the cache: stores of older versions there are still read
-OURS = re.compile(r"(part-\d+\.(tokens|ends|trained|json)|prepare\.json|store\.json)(\.tmp)?|\.lock")
+OURS = re.compile(r"(part-\d+\.(tokens|ends|trained|json)|prepare\.json|store\.json)(\.tmp)?")
+LOCKS = re.compile(r"\.lock(\.\d+)?")
 
 
 def prepare(
@@ -75,7 +75,7 @@ def prepare(
         if _done(out, job) and not overwrite:  # needs neither the lock nor write permission
             return _finished(out, job)
         out.mkdir(parents=True, exist_ok=True)
-        with _lock(out):
+        with exclusive(out / ".lock", lambda: say(f"another process is preparing {out}; waiting for it")):
             if overwrite:
                 _remove_ours(out, _kept(out))
             elif _done(out, job):  # by the process that held the lock
@@ -394,7 +394,8 @@ def _check_folder(out: Path) -> None:
     """Refuse a folder that holds files of other kinds."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{str(out)!r} is a file; choose a folder for the token store")
-    foreign = [entry.name for entry in out.iterdir() if not OURS.fullmatch(entry.name)] if out.exists() else []
+    names = [entry.name for entry in out.iterdir()] if out.exists() else []
+    foreign = [name for name in names if not (OURS.fullmatch(name) or LOCKS.fullmatch(name))]
     if foreign:
         raise UserError(
             f"{str(out)!r} holds other files ({sorted(foreign)[0]!r}); choose a new folder for the token store"
@@ -402,15 +403,15 @@ def _check_folder(out: Path) -> None:
 
 
 def _kept(out: Path) -> set[str]:
-    """The files of the finished store in this folder, if there is one, and the lock."""
+    """The files of the finished store in this folder, if there is one."""
     if not is_store(out):
-        return {".lock"}
+        return set()
     try:
         names = [part["name"] for part in token_store.read_manifest(out)["parts"]]
     except UserError:  # a damaged manifest: its parts are those from before this job
         begun = _begun(out)
         names = [file.stem for file in out.glob("part-*.tokens") if not begun or _part_number(file) < begun[1]]
-    return {".lock", "store.json", *(name + suffix for name in names for suffix in (".tokens", ".ends", ".trained"))}
+    return {"store.json", *(name + suffix for name in names for suffix in (".tokens", ".ends", ".trained"))}
 
 
 def _remove_ours(out: Path, keep: Collection[str]) -> None:
@@ -418,15 +419,3 @@ def _remove_ours(out: Path, keep: Collection[str]) -> None:
     for entry in sorted(out.iterdir(), key=lambda entry: entry.name == "prepare.json"):
         if OURS.fullmatch(entry.name) and entry.name not in keep:
             entry.unlink()
-
-
-@contextlib.contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Let one process at a time prepare a folder; the system frees the lock however the process ends."""
-    with open(out / ".lock", "w", opener=plain_file) as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another process is preparing {out}; waiting for it")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -44,16 +44,22 @@ def variable(attempt: Attempt) -> dict[str, str]:
 def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptions]:
     """Config and options of a later attempt: it continues in the first one's folder, and replaces or reloads nothing.
 
-    `checkpoint.load_step` was for the first attempt; from then on the newest checkpoint counts.
+    `checkpoint.load_step` was for the first attempt; once the run has saved, the newest checkpoint counts.
     """
     attempt = this_attempt()
     if attempt.folder is None:
         return config, options
     changes: dict[str, Any] = {"job.dump_folder": attempt.folder}
-    if attempt.begun and any((Path(attempt.folder) / config.checkpoint.folder).glob("step-*")):
+    saves, checkpoints = not config.checkpoint.load_only, Path(attempt.folder) / config.checkpoint.folder
+    if attempt.begun and saves and not is_partial_only(checkpoints):
         changes["checkpoint.load_step"] = -1
     overwrite = options.overwrite and not attempt.begun
     return config.replace(changes), dataclasses.replace(options, overwrite=overwrite)
+
+
+def is_partial_only(checkpoints: Path) -> bool:
+    """Whether the folder holds nothing but saves that a crash cut off."""
+    return all(path.name.endswith(".partial") for path in checkpoints.glob("step-*"))
 
 
 def note(what: str, **facts: Any) -> None:

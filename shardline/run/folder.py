@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardline.config.schema import Checkpoint
 from shardline.errors import UserError
 from shardline.json_text import parse_json
 from shardline.models.flavors import model_label
-from shardline.run.attempt import this_attempt
+from shardline.run.attempt import is_partial_only, this_attempt
 from shardline.run.lock import Lock, take
 from shardline.run.previous_run import (
     CONFIG_HEADER,
@@ -209,11 +210,11 @@ def _decide(
 
 def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Path], int | None]) -> None:
     """Continue an earlier attempt of this job: from its last save, or from step 0 where it never saved."""
-    saved = config.checkpoint.enable and any(folder.checkpoint_folder.glob("step-*"))
+    saved = config.checkpoint.enable and not is_partial_only(folder.checkpoint_folder)
     folder.resume_step = has_good_checkpoint(folder.path) if saved else None
     if folder.resume_step is not None:
         log.info("restarted: resuming from step %d of the run in %s", folder.resume_step, folder.path)
-    elif saved and not _is_partial_only(folder.checkpoint_folder):
+    elif saved:
         raise UserError(f"{folder.checkpoint_folder} holds no checkpoint that the run could be restarted from")
     else:
         log.info("restarted: nothing was saved yet, %s begins at step 0 again", folder.path)
@@ -224,28 +225,33 @@ def _ended_before_a_save(config: Config, folder: RunFolder) -> bool:
 
     If it came further, its checkpoints have disappeared: that is for a person to look at.
     """
-    section = previous_config(folder.path).get("checkpoint", {})
-    if not (config.checkpoint.enable and section.get("enable")) or not _is_partial_only(folder.checkpoint_folder):
+    previous = previous_config(folder.path)
+    section = previous.get("checkpoint", {})
+    if not (config.checkpoint.enable and section.get("enable")) or not is_partial_only(folder.checkpoint_folder):
         return False
-    first = 1 if section.get("enable_first_step_checkpoint") else section.get("interval", 1)
+    first = section.get("interval", 1)
+    ratio, steps = section.get("interval_ratio"), previous.get("training", {}).get("steps")
+    if ratio is not None and steps is not None:
+        first = Checkpoint(interval_ratio=ratio).every(steps)
     partial = any(folder.checkpoint_folder.glob("step-*"))  # a save in the background was cut off
-    came_to = max(map(_last_logged_step, (folder.metrics_path, folder.moved_metrics_path)))
+    logged = [_logged(path) for path in (folder.metrics_path, folder.moved_metrics_path)]
+    step, seconds = max(one[0] for one in logged), max(one[1] for one in logged)
+    if section.get("enable_first_step_checkpoint"):
+        return bool(step < (2 if partial else 1))
+    came_to = seconds if section.get("interval_type") == "seconds" else step
     return bool(came_to < first * (2 if partial else 1))
 
 
-def _last_logged_step(metrics: Path) -> int:
-    if not metrics.exists():
-        return 0
-    steps = [0]
-    for line in read_plain(metrics).splitlines():
+def _logged(metrics: Path) -> tuple[int, float]:
+    """The last step of a run's rows, and how long its steps took."""
+    last, seconds = 0, 0.0
+    for line in read_plain(metrics).splitlines() if metrics.exists() else ():
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # the last line may be torn
-            steps.append(int(parse_json(line).get("step", 0)))
-    return max(steps)
-
-
-def _is_partial_only(checkpoints: Path) -> bool:
-    """Whether the folder holds nothing but saves that a crash cut off."""
-    return all(path.name.endswith(".partial") for path in checkpoints.glob("step-*"))
+            row = parse_json(line)
+            step = int(row.get("step", 0))
+            seconds += max(0, step - last) * float(row.get("step_seconds", 0))
+            last = max(last, step)
+    return last, seconds
 
 
 def _checkpoints_outside(config: Config, folder: RunFolder) -> list[Path]:

@@ -4,6 +4,9 @@
 
 On one machine flock alone decides: a run that was killed holds nothing. File systems that machines share may keep locks
 local to each machine, or have none; there the heartbeat decides. Ages are taken from the file system's own clock.
+
+The second line tells machines of one name apart, and a machine before and after it was started again: by the number of
+its boot. It also tells the holder from another process that has its pid now, or has it in another container.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from shardline.errors import UserError
 from shardline.storage.atomic import plain_file
@@ -29,7 +33,64 @@ BEAT_SECONDS = 3.0
 SILENCE_SECONDS = 15.0  # without a beat, after which a run on another machine is taken for dead
 LEASE_SECONDS = 120.0  # for a file server to give up the lock of a machine that is gone
 POLL_SECONDS = 0.25
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 _held: set[int] = set()
+
+
+class Holder(NamedTuple):
+    """The process that a lock names; what is not known is empty."""
+
+    words: str  # `pid 4711 on node3`
+    boot: str = ""
+    pids: str = ""  # the namespace in which its pid counts
+    started: str = ""  # in clock ticks since the boot
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        pid, pids = os.getpid(), ""
+        with contextlib.suppress(OSError):
+            pids = os.readlink("/proc/self/ns/pid")
+        return cls(f"pid {pid} on {socket.gethostname()}", _boot(), pids, _started(pid))
+
+    @classmethod
+    def of(cls, text: str) -> Holder:
+        words, _, rest = text.partition("\n")
+        found = re.fullmatch(r"boot=(\S*) pids=(\S*) started=(\d*)", rest)
+        return cls(words, *found.groups()) if found else cls(words)
+
+    def text(self) -> str:
+        return f"{self.words}\nboot={self.boot} pids={self.pids} started={self.started}\n"
+
+    @property
+    def host(self) -> str | None:
+        found = re.fullmatch(r"pid \d+ on (\S+)", self.words)
+        return found[1] if found else None
+
+    def is_here(self) -> bool:
+        """Whether it is, or was, a process of this machine since its last boot."""
+        return self.host == socket.gethostname() and self.boot in ("", _boot())
+
+    def may_run(self) -> bool:
+        """Whether a process of this machine may still be there, by its pid."""
+        pid, ours = int(self.words.split()[1]), Holder.this_process().pids
+        if self.pids not in ("", ours):
+            return True  # the pid counts in another container
+        return Path(f"/proc/{pid}").exists() and self.started in ("", _started(pid))
+
+
+def _boot() -> str:
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """When a process started; field 22 of its `stat`, whose second field may hold spaces and parentheses."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 @dataclass
@@ -66,7 +127,7 @@ def take(file: Path) -> Lock:
     try:
         _claim(file, descriptor)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(descriptor, Holder.this_process().text().encode(), 0)
     except BaseException:
         os.close(descriptor)
         raise
@@ -92,13 +153,13 @@ def _claim(file: Path, descriptor: int) -> None:
     elif problem is not None:
         log.info("%s cannot be locked (%s): a heartbeat in it keeps other runs out", file, problem.strerror)
     holder = _holder(descriptor)
-    if not holder:
+    if not holder.words:
         return
-    known_dead = _host(holder) == socket.gethostname() and (problem is None or not _is_running(holder))
+    known_dead = holder.is_here() and (problem is None or not holder.may_run())
     if not known_dead and _beats(file):
         raise _in_use(file, holder)
-    if _holder(descriptor):
-        log.info("the run that had this folder (%s) ended without releasing it: its lock was taken over", holder)
+    if _holder(descriptor).words:
+        log.info("the run that had this folder (%s) ended without releasing it: its lock was taken over", holder.words)
 
 
 def _try_flock(descriptor: int) -> OSError | None:
@@ -113,17 +174,18 @@ def _wait_for_lease(file: Path, descriptor: int) -> None:
     """Wait for the lock of a machine that is silent: on a file server it outlives that machine for a while."""
     deadline = time.monotonic() + LEASE_SECONDS
     holder = _holder(descriptor, seconds=0.4)  # it may have taken the lock this instant and not have written its name
-    if _host(holder) in (None, socket.gethostname()) or _beats(file):
+    if holder.host is None or holder.is_here() or _beats(file):
         raise _in_use(file, holder)
     while _try_flock(descriptor) is not None:
         if time.monotonic() > deadline or _holder(descriptor) != holder:
-            raise _in_use(file, _holder(descriptor) or holder)
+            now = _holder(descriptor)
+            raise _in_use(file, now if now.words else holder)
         time.sleep(POLL_SECONDS)
 
 
-def _in_use(file: Path, holder: str) -> UserError:
+def _in_use(file: Path, holder: Holder) -> UserError:
     return UserError(
-        f"{file.parent.parent} is in use by another run ({holder or 'unknown process'}):"
+        f"{file.parent.parent} is in use by another run ({holder.words or 'unknown process'}):"
         " wait for it, stop it, or use another --job.dump_folder"
     )
 
@@ -150,20 +212,10 @@ def _now(file: Path) -> int:
         return os.fstat(made.fileno()).st_mtime_ns
 
 
-def _holder(descriptor: int, seconds: float = 0.0) -> str:
+def _holder(descriptor: int, seconds: float = 0.0) -> Holder:
     deadline = time.monotonic() + seconds
     while True:
         text = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
         if text or time.monotonic() >= deadline:
-            return text
+            return Holder.of(text)
         time.sleep(0.02)
-
-
-def _host(holder: str) -> str | None:
-    found = re.fullmatch(r"pid \d+ on (\S+)", holder)
-    return found[1] if found else None
-
-
-def _is_running(holder: str) -> bool:
-    """Whether a holder on this machine still runs."""
-    return Path(f"/proc/{holder.split()[1]}").exists()

@@ -75,7 +75,7 @@ def listening(requests: Requests) -> Iterator[Requests]:
         return
 
     # SLURM signals every process of a job at once; a rank's launcher then passes on what it was sent itself.
-    echoes, asked_at = "SLURM_STEP_ID" in os.environ and LAUNCHER_VARIABLE in os.environ, list[float]()
+    echoes = "SLURM_STEP_ID" in os.environ and LAUNCHER_VARIABLE in os.environ
 
     def ask(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -87,11 +87,10 @@ def listening(requests: Requests) -> Iterator[Requests]:
             if requests.final_code is not None and ends_with_run:
                 _end_at_once(requests.final_code)
             if requests.is_stopping:
-                if echoes and time.monotonic() - asked_at[0] < ECHO_SECONDS:
+                if echoes and requests.clock() - requests.asked_at < ECHO_SECONDS:
                     return
                 raise KeyboardInterrupt(number)
-            requests.stop = signal.Signals(number).name
-            asked_at.append(time.monotonic())
+            requests.stop, requests.asked_at = signal.Signals(number).name, requests.clock()
             text = "%s: stopping after this step (again: at once)"
         # From a thread: the signal may have come in the middle of a print, and one inside another repeats its text.
         _thread.start_new_thread(log.info, (text, signal.Signals(number).name))

@@ -36,6 +36,7 @@ TIME_LIMIT = "time limit"
 STOPS = ("SIGINT", "SIGTERM", "SIGHUP", TIME_LIMIT)  # reasons to stop; of several the first one here counts
 STEPS_REMEMBERED = 100
 SCONTROL_SECONDS = 10
+LAST_SECONDS = 30.0  # before a time limit, for a process to end in
 
 
 class Request(NamedTuple):
@@ -120,6 +121,10 @@ class TimeLimit:
             self._steps.append(took)
         return self.is_here(another_save)
 
+    def is_over(self) -> bool:
+        """Whether there is only time for the process to end."""
+        return self.clock() >= self.ends - min(self.length / 20, LAST_SECONDS)
+
     @property
     def longest_step(self) -> float:
         return max(self._steps, default=self._first_step or 0.0)
@@ -135,9 +140,12 @@ class TimeLimit:
     def stop_line(self) -> str:
         save = "no save was seen" if self.longest_save is None else f"a save took up to {_span(self.longest_save)}"
         return (
-            f"stopping after this step: {_span(self.ends - self.clock())} are left until {_moment(self.ends)}"
-            f" ({self.name}); {save}, a step {_span(self.longest_step)}"
+            f"stopping after this step: {_span(self.ends - self.clock())} are left until {self.end_words()};"
+            f" {save}, a step {_span(self.longest_step)}"
         )
+
+    def end_words(self) -> str:
+        return f"{_moment(self.ends)} ({self.name})"
 
 
 def steady_clock() -> Callable[[], float]:
@@ -230,6 +238,7 @@ class Requests:
         self._last_due = clock()
         self.stop: str | None = None
         self.final_code: int | None = None  # the exit code, once everything is done that a signal could prevent
+        self.asked_at = 0.0  # when a signal asked this rank to stop, by `clock`
         self.saves = self._saves_passed_on = 0  # two counts, so that a signal between two lines is not lost
 
     @property
@@ -267,6 +276,25 @@ class Requests:
             return False
         self._last_due = now
         return True
+
+    def lateness(self, stopped_by: str | None, seconds: float) -> Callable[[], str]:
+        """Return a function that says why a wait that begins now must end, "" as long as it may go on.
+
+        A signal that stops the run leaves it `seconds`, from now on or from the signal on, if that comes later. A time
+        limit leaves it what is left.
+        """
+        began, by_signal = self.clock(), stopped_by not in (None, TIME_LIMIT)
+
+        def late() -> str:
+            if self.limit is not None and self.limit.is_over():
+                return f"before {self.limit.end_words()}"
+            since = max(began, self.asked_at)
+            if (by_signal or self.is_stopping) and self.clock() - since >= seconds:
+                name = self.stop if self.is_stopping else stopped_by
+                return f"within {seconds:g} s after {name} (comm.stop_timeout_seconds gives more time)"
+            return ""
+
+        return late
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

@@ -112,7 +112,7 @@ class Trainer:
                             enforcer.reached_boundary()
                         self._stop_if_worse(self.validator.loss)
                         self.saver.save_if_due(progress, self.total_steps, request, self._saving)
-                self.saver.complete()
+                self._complete(request.stop)
                 if self.mesh.rank == 0:
                     self.loader.samples.report_read(progress.samples)
                 telemetry.stopped_by = request.stop if progress.step < self.total_steps else None
@@ -155,9 +155,10 @@ class Trainer:
         if self.finished:
             longer = "" if self.config.training.epochs else f"; training.steps > {self.total_steps} continues it"
             log.info("%s already finished at step %d; nothing to do%s", self.folder.path, self.progress.step, longer)
+            self._complete()  # a copy in the mirror that its end did not wait for
         elif self.config.checkpoint.create_seed_checkpoint:
             self.saver.save(self.progress, wait=True)
-            self.saver.complete()
+            self._complete()
             self.folder.settle()
         else:
             return True
@@ -265,6 +266,11 @@ class Trainer:
         waiting = watchdog.patiently("saving a checkpoint")
         with self.telemetry.paused("saving"), waiting, self.requests.saving(), enforcer.saving():
             yield
+
+    def _complete(self, stopped_by: str | None = None) -> None:
+        """Wait for the last save and its copy in the mirror; a stop limits the time for the copy."""
+        with enforcer.saving():
+            self.saver.complete(self.requests.lateness(stopped_by, self.config.comm.stop_timeout_seconds))
 
     # ---- requests to stop or to save ---------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardline.checkpoint.mirror import Mirror
 from shardline.cli.main import main
 from shardline.errors import ConfigError, UserError
 from shardline.run.options import TrainOptions
+from shardline.run.stop import TimeLimit
 from shardline.storage.location import locate
 from shardline.training.trainer import Trainer
 from tests import faulty_storage
@@ -98,6 +100,23 @@ def test_a_mirror_that_is_never_there(tmp_path: Path, losses: list[float], caplo
     assert [row["loss"] for row in found] == losses
     assert "the run ends without it" in lines(caplog, logging.WARNING)[-1]
     assert step_names(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]
+
+
+def test_the_end_of_the_time_does_not_wait_for_the_mirror(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run ends as one that has saved, and the next start, which finds it finished, makes the copy."""
+    let_go = threading.Event()
+    faults.before_write = lambda path: let_go.wait(60)
+    settings = {**SAVING, "training__steps": 1, "checkpoint__mirror": URL}
+    trainer = Trainer(tiny_config(tmp_path / "run", **settings))
+    trainer.requests.limit = TimeLimit(0.0, 0.0, "a limit")
+    assert trainer.train().step == 1
+    assert trainer.requests.final_code == 0
+    (line,) = lines(caplog, logging.WARNING)
+    assert f"not copied to {URL} before " in line
+    assert step_names(locate(URL)) == []
+    let_go.set()
+    assert Trainer(tiny_config(tmp_path / "run", **settings)).train().finished_before
+    assert step_names(locate(URL)) == ["step-1"]
 
 
 def test_a_lost_folder_is_fetched_and_resumed(

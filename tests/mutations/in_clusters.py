@@ -125,14 +125,14 @@ CHANGES = [
         "a failed machine of ssh leaves the others waiting",
         "launch/clusters/ssh.py",
         "if failed_at is not None and time.monotonic()",
-        "if False and time.monotonic()",
+        "if False and requests.clock()",
         f"{SSH}where_one_machine_fails_the_other_is_asked_to_stop",
     ),
     Change(
         "a signal that SLURM and the launcher send ends a rank at once",
         "run/signals.py",
-        "if echoes and time.monotonic()",
-        "if False and time.monotonic()",
+        "if echoes and requests.clock()",
+        "if False and requests.clock()",
         "tests/unit/run/test_stopping.py::test_a_rank_of_a_slurm_job_hears_a_signal_twice_and_stops_once",
     ),
 ]

@@ -686,6 +686,13 @@ SAVES_AND_STOPS = [
         f"{STOPPING}a_clock_that_is_set_is_not_time_that_has_passed",
     ),
     Change(
+        "the last copy to a mirror has no end",
+        "run/stop.py",
+        "if self.limit is not None and self.limit.is_over():",
+        "if False:",
+        f"{STOPPING}what_ends_the_wait_for_the_last_copy",
+    ),
+    Change(
         "a save of a stopped run is taken to last no time",
         "run/stop.py",
         "return save * (1 + another_save) + 2 * longest_step",
@@ -939,8 +946,8 @@ CONFIG_AND_LAUNCH = [
     Change(
         "a run in use is taken over",
         "run/lock.py",
-        "        raise _in_use(file, holder)\n    if _holder(descriptor):",
-        "        pass\n    if _holder(descriptor):",
+        "        raise _in_use(file, holder)\n    if _holder(descriptor).words:",
+        "        pass\n    if _holder(descriptor).words:",
         "tests/unit/run/test_run_folder.py::test_a_run_on_another_machine_keeps_the_folder_while_its_heart_beats",
     ),
     Change(
@@ -1155,6 +1162,35 @@ SAMPLES_AND_EVALUATION = [
 ]
 
 FOUND_BY_READING = [
+    Change(
+        "a restart of a run that never saves goes to the newest step",
+        "run/attempt.py",
+        "saves, checkpoints = not config.checkpoint.load_only,",
+        "saves, checkpoints = True,",
+        "tests/unit/launch/test_rendezvous.py::test_later_attempts_keep_the_folder_and_neither_overwrite_nor_go_back",
+    ),
+    Change(
+        "each rank chooses the step of the initial weights",
+        "checkpoint/resume.py",
+        "return self._find_initial(self._initial_path(given, step), step)",
+        "return self._find_initial(self._initial_path(given, asked_for), asked_for)",
+        "tests/unit/checkpoint/test_checkpoint_files.py"
+        "::test_every_rank_takes_the_initial_weights_that_rank_0_has_found",
+    ),
+    Change(
+        "without locks two processes prepare the same data",
+        "storage/exclusive.py",
+        "            if silent is None:\n                continue",
+        "            silent = _stamp(last)",
+        "tests/unit/storage/test_exclusive.py::test_a_holder_is_waited_for_as_long_as_it_beats",
+    ),
+    Change(
+        "a machine of the same name is this one",
+        "run/lock.py",
+        'self.host == socket.gethostname() and self.boot in ("", _boot())',
+        "self.host == socket.gethostname()",
+        "tests/unit/run/test_run_folder.py::test_a_machine_or_container_of_the_same_name_keeps_the_folder",
+    ),
     Change(
         "a hang with the code of a preemption is no failure",
         "launch/agent.py",

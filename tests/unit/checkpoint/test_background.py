@@ -45,6 +45,19 @@ def test_jobs_run_one_after_the_other():
     assert not saver.busy
 
 
+@pytest.mark.parametrize("error", [dist.DistNetworkError("Connection reset"), UserError("no space")])
+def test_a_save_that_fails_after_the_run_has_does_not_replace_its_error(error, caplog):
+    def fail(position):
+        raise error
+
+    saver = Saver.__new__(Saver)
+    saver._background, saver.saved_step = Background(60, 0), 4
+    saver._background.submit("step-4", fail)
+    saver.let_finish()
+    assert caplog.messages[0].startswith("the save of step 4 failed, too: ")
+    assert str(error) in caplog.messages[0]
+
+
 @pytest.mark.parametrize(
     ("step", "saved", "words"),
     [

@@ -3,6 +3,7 @@
 import json
 import os
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 from shardline.checkpoint import format as files
 from shardline.checkpoint.commit import merge, publish, share_out, shortened_rng
 from shardline.checkpoint.reader import ShardFiles, VerifiedFile
+from shardline.checkpoint.resume import Start
 from shardline.checkpoint.shards import Place, place_key
 from shardline.config.architecture import Architecture
+from shardline.config.load import load_config
 from shardline.errors import UserError
 from shardline.storage import blocks
 from shardline.storage.blocks import Damaged
@@ -248,6 +251,22 @@ def test_pruning_removes_what_earlier_attempts_left(tmp_path):
     assert left == {
         *("step-2", "step-8", "step-30.damaged", "step-6.abandoned", "step-7.replaced", "step-x.damaged", "notes")
     }
+
+
+def test_every_rank_takes_the_initial_weights_that_rank_0_has_found(tmp_path):
+    """A run that still saves there has shown this rank a newer step."""
+    for step in (1, 2):
+        make(tmp_path, step)
+    nothing, mesh = (
+        SimpleNamespace(),
+        SimpleNamespace(from_rank_0=lambda find: find() - 1, from_everyone=lambda value: [value]),
+    )
+    config = load_config(None, [f"--checkpoint.initial_load_path={tmp_path}"])
+    start = Start(config, tmp_path / "run", nothing, nothing, nothing, 8, mesh)
+    assert start._initial_checkpoint(str(tmp_path)).step == 1
+    assert start._initial_checkpoint(f"file://{tmp_path}").step == 1
+    with pytest.raises(UserError, match=r"initial_load_path: .* does not exist"):
+        start._initial_checkpoint(str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -1,5 +1,6 @@
 """`checkpoint.mirror`: shards first, manifest last, nothing of others touched, failures said and tried again."""
 
+import asyncio
 import json
 import logging
 import shutil
@@ -7,6 +8,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -15,7 +17,7 @@ from shardline.checkpoint import format as files
 from shardline.checkpoint.commit import CheckpointWriter
 from shardline.checkpoint.fetch import fetch_to_resume, local_path
 from shardline.checkpoint.format import find, find_checkpoint, look_at, manifest_checksum, step_names
-from shardline.checkpoint.mirror import Mirror, check_free
+from shardline.checkpoint.mirror import Mirror, check_free, read_record
 from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.storage.location import locate
@@ -183,6 +185,24 @@ def test_the_end_tries_once_more_and_then_says_so(
     assert step_names(mirror.place) == ["step-1"]
 
 
+def test_an_error_that_is_no_exception_does_not_end_the_copies(
+    trained: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cancelled request of a file system's event loop is one: the end would wait for a thread that is gone."""
+    save(trained, folder, 1)
+    mirror, cancelled = Mirror(URL, folder, keep=3), [asyncio.CancelledError()]
+
+    def cancel(path: str) -> None:
+        if cancelled:
+            raise cancelled.pop()
+
+    faults.before_write = cancel
+    mirror.nudge()
+    wait(mirror)
+    assert caplog.messages == [f"{URL}: CancelledError; the next save tries again"]
+    assert copied(mirror) == ["step-1"]
+
+
 def test_what_others_put_there_is_left_alone(trained: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     there = locate(URL)
     for name in ("step-1", "step-2", "step-3"):
@@ -281,6 +301,26 @@ def test_training_does_not_wait_for_a_slow_copy(trained: Path, folder: Path) -> 
     assert step_names(mirror.place) == ["step-1", "step-2"]
 
 
+def test_a_stop_cuts_the_last_copy_short_and_the_next_start_makes_it(
+    trained: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(trained, folder, 1, 2)
+    mirror, let_go = Mirror(URL, folder, keep=2), threading.Event()
+    faults.before_write = lambda path: let_go.wait(60)
+    mirror.finish(lambda: "within 5 s after SIGTERM")
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    missing = f"step-1, step-2 in {folder}: not copied to {URL} within 5 s after SIGTERM"
+    assert line == f"{missing}; the next start of this run copies them"
+    thread = next(one for one in threading.enumerate() if one.name == "shardline-mirror")
+    let_go.set()
+    thread.join(60)
+    assert step_names(mirror.place) == []
+    again = Mirror(URL, folder, keep=2)
+    again.finish(lambda: "" if again._thread is not None else "too late for a copy that is made")
+    assert step_names(again.place) == ["step-1", "step-2"]
+    assert caplog.text.count("not copied to") == 1
+
+
 def test_a_mirror_inside_the_run_is_refused(folder: Path) -> None:
     for path in (folder, folder / "deeper", folder.parent):
         with pytest.raises(UserError, match="overlaps"):
@@ -361,6 +401,18 @@ def test_the_newest_good_one_is_fetched_to_resume(
     assert copied(mirror) == ["step-4"]
     fetch_to_resume("memory://nothing/there", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_what_is_there_is_the_runs_own_even_if_it_is_killed_while_it_fetches(
+    trained: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its next saves of these steps would never be copied: they would belong to another run."""
+    save(trained, folder, 1, 2)
+    copied(Mirror("memory://bucket/run", folder, keep=0))
+    monkeypatch.setattr("shardline.checkpoint.fetch.fetch", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fetch_to_resume("memory://bucket/run", tmp_path / "fresh")
+    assert sorted(read_record(tmp_path / "fresh", "memory://bucket/run")) == ["step-1", "step-2"]
 
 
 @pytest.mark.parametrize("url", ["memory://bucket/run", URL])

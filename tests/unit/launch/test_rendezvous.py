@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -517,12 +518,17 @@ def test_later_attempts_keep_the_folder_and_neither_overwrite_nor_go_back(later)
     later()
     kept, asked = attempt.continued(config, options)
     assert (asked.overwrite, kept.checkpoint.load_step) == (False, 3)  # nothing saved yet: it begins where it began
+    (folder / "checkpoint" / "step-5.partial").mkdir()  # cut off: step 3 of checkpoint.initial_load_path counts again
+    assert attempt.continued(config, options)[0].checkpoint.load_step == 3
+    assert not opened(kept, UserError("checkpoint.load_step = 3: there is no such step")).resume  # it is not asked
     (folder / "checkpoint" / "step-5").mkdir()
     assert attempt.continued(config, options)[0].checkpoint.load_step == -1
+    never_saves = config.replace({"checkpoint.load_only": True})  # so the newest step is not its own
+    assert attempt.continued(never_saves, options)[0].checkpoint.load_step == 3
 
 
 def opened(config, good):
-    folder = open_run_folder(config, has_good_checkpoint=lambda path: good)
+    folder = open_run_folder(config, has_good_checkpoint=Mock(side_effect=[good]))
     folder.close()
     return folder
 

@@ -352,6 +352,7 @@ def test_a_restart_of_the_same_job_puts_nothing_back(tmp_path, monkeypatch):
 
 
 EVERY_TEN = "[checkpoint]\nenable = true\ninterval = 10\n"
+A_TENTH = "[training]\nsteps = 100\n[checkpoint]\nenable = true\ninterval_ratio = 0.1\n"
 
 
 @pytest.mark.parametrize(
@@ -363,6 +364,10 @@ EVERY_TEN = "[checkpoint]\nenable = true\ninterval = 10\n"
         (EVERY_TEN, [1, 22], "step-20.partial", False),
         (EVERY_TEN, [1, 9], "step-5", False),
         (EVERY_TEN + "enable_first_step_checkpoint = true\n", [1, 2], None, False),
+        (EVERY_TEN + 'interval_type = "seconds"\n', [1, 19], None, True),  # of half a second each
+        (EVERY_TEN + 'interval_type = "seconds"\n', [1, 20], None, False),
+        (A_TENTH, [1, 9], None, True),
+        (A_TENTH, [1, 10], None, False),
         ("[checkpoint]\nenable = false\ninterval = 10\n", [1, 2], None, False),
         (None, [1, 2], None, False),
     ],
@@ -371,7 +376,7 @@ def test_a_run_that_ended_before_its_first_save_begins_again(tmp_path, config, s
     run = start(tmp_path)
     if config is not None:
         run.write_config(config)
-    run.metrics_path.write_text("".join(f'{{"step": {step}}}\n' for step in steps) + '{"st')
+    run.metrics_path.write_text("".join(f'{{"step": {step}, "step_seconds": 0.5}}\n' for step in steps) + '{"st')
     run.close()
     if left is not None:
         (tmp_path / "checkpoint" / left).mkdir(parents=True)
@@ -569,6 +574,64 @@ def test_file_system_without_locks_has_the_heartbeat(tmp_path, monkeypatch, line
     run = start(tmp_path, overwrite=True)
     assert "its lock was taken over" in lines()[1]
     run.close()
+
+
+def left_behind(folder: Path, **changes: str) -> None:
+    """A lock of this very process, but for these changes."""
+    (folder / "log").mkdir(exist_ok=True)
+    (folder / "log" / "lock").write_text(folder_lock.Holder.this_process()._replace(**changes).text())
+
+
+@contextlib.contextmanager
+def beating(file: Path) -> Iterator[None]:
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.02):
+            os.utime(file)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_another_process_that_has_the_pid_now_is_not_the_holder(tmp_path, monkeypatch, lines):
+    """Without locks; the heartbeat, which would take a quarter of a minute to fall silent, is not needed."""
+    monkeypatch.setattr("fcntl.flock", lambda *arguments: (_ for _ in ()).throw(OSError(95, "Operation not supported")))
+    monkeypatch.setattr(folder_lock, "_beats", lambda file: pytest.fail("the heart was listened to"))
+    left_behind(tmp_path, started="1")
+    start(tmp_path).close()
+    assert f"(pid {os.getpid()} on {socket.gethostname()}) ended without releasing it" in lines()[1]
+
+
+@pytest.mark.parametrize("change", [{"boot": "b0"}, {"pids": "pid:[1]", "words": f"pid {2**22 + 1} on HOST"}])
+def test_a_machine_or_container_of_the_same_name_keeps_the_folder(tmp_path, monkeypatch, change):
+    """A machine whose locks are its own, and a container without locks, where this pid does not say anything."""
+    change = {key: value.replace("HOST", socket.gethostname()) for key, value in change.items()}
+    if "pids" in change:
+        refused = OSError(95, "Operation not supported")
+        monkeypatch.setattr("fcntl.flock", lambda *arguments: (_ for _ in ()).throw(refused))
+    left_behind(tmp_path, **change)
+    with beating(tmp_path / "log" / "lock"), pytest.raises(UserError, match="in use by another run"):
+        start(tmp_path)
+
+
+def test_the_lock_of_this_machine_before_its_last_boot_is_waited_for(tmp_path, monkeypatch, lines):
+    """A file server may still keep it."""
+    left_behind(tmp_path, boot="b0")
+    file = tmp_path / "log" / "lock"
+    os.utime(file, (1, 1))
+    with file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        timer = threading.Timer(0.3, fcntl.flock, (held, fcntl.LOCK_UN))
+        timer.start()
+        start(tmp_path).close()
+        timer.join()
+    assert "ended without releasing it" in lines()[0]
 
 
 # ---- another machine on the same disk --------------------------------------------------------------------------------

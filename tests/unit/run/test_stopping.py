@@ -284,6 +284,26 @@ def test_a_fraction_of_the_steps_is_not_counted_in_seconds():
         check(load_config(overrides=given))
 
 
+def test_what_ends_the_wait_for_the_last_copy():
+    clock = Clock()
+    requests = Requests(TimeLimit(1000.0, 0.0, "a limit", clock), clock=clock)
+    late = requests.lateness(None, 30)
+    clock.now = 969.0
+    assert late() == ""  # nothing has asked the run to stop
+    assert requests.lateness(TIME_LIMIT, 0)() == ""  # which leaves more than this for a save
+    clock.now = 970.0  # the last 30 seconds are for the process to end in
+    assert late().endswith(" (a limit)")
+    requests.limit, requests.stop, requests.asked_at = None, "SIGTERM", 960.0
+    clock.now = 989.0
+    assert late() == ""
+    clock.now = 990.0
+    assert late() == "within 30 s after SIGTERM (comm.stop_timeout_seconds gives more time)"
+    assert requests.lateness("SIGTERM", 30)() == ""  # the step and the save took this long
+    requests.stop = None
+    assert late() == ""
+    assert requests.lateness("SIGINT", 0)().startswith("within 0 s after SIGINT")  # another rank was asked
+
+
 def test_a_limit_is_a_request_of_its_own():
     clock = Clock()
     requests = Requests(TimeLimit(100.0, 0.0, "a limit", clock))
