@@ -22,6 +22,9 @@ REFUSED = {
     "input_transform": "records are read as they are",
     "logprobs_field": "the loss is cross-entropy",
     "temperature": "the loss is cross-entropy",
+    **dict.fromkeys(
+        ("length", "sequence_length", "min_input_id", "max_input_id", "seed"), "rows are read from data, not made up"
+    ),
 }
 AS_OTHERS = ("train_on_split", "field_human", "field_model")  # older keys, which set others
 IDLE_PROMPTS = {  # of a type that is a table

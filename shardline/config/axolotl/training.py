@@ -213,4 +213,14 @@ def objective(reader: Reader) -> None:
         reader.set("dpo.loss", losses[0], "dpo_loss_type" if reader.has("dpo_loss_type") else "rl")
 
 
-HANDLERS = (model, batch, length, precision, weights, memory, profiler, objective)
+def garbage(reader: Reader) -> None:
+    """Steps between garbage collections; Axolotl's 0 is off, and -1 means once per epoch."""
+    for name in ("gc_steps", "gc_collect_steps"):
+        steps = reader.get(name, whole)
+        if steps in (0, -1):
+            reader.idle(name, "garbage is collected at fixed steps, training.gc_freq")
+        elif steps is not None:
+            reader.set("training.gc_freq", steps, name)
+
+
+HANDLERS = (model, batch, length, precision, weights, memory, profiler, garbage, objective)

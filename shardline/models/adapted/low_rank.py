@@ -196,7 +196,7 @@ def add_low_rank(product: Tensor, x: Tensor, w: Adapted) -> Tensor:
 
 
 def operands(x: Tensor, w: Weight) -> tuple[Tensor, Tensor]:
-    """Two matrices whose product is that of x (t, K) and the adapted weight (N, K), for a loss that has its own product.
+    """Two matrices whose product is that of x (t, K) and the adapted weight (N, K), for a loss with its own product.
 
         [ x | x A^T ] [ W | scale B ]^T      (t, K + R) times (N, K + R), with R padded to a multiple of 8
 
