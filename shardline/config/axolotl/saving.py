@@ -54,6 +54,7 @@ def validating(reader: Reader) -> None:
     _cadence(reader, "validation.freq", "evals_per_epoch", "eval_steps", strategy)
     if (patience := reader.get("early_stopping_patience", whole)) is not None and patience > 0:
         reader.set("validation.patience", patience, "early_stopping_patience")
+        reader.note("early_stopping_patience", "the run ends with its last weights, not with the best ones")
 
 
 def _cadence(reader: Reader, native: str, per_epoch: str, steps: str, strategy: str) -> None:

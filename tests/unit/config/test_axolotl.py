@@ -19,6 +19,7 @@ from shardline.config.check import check, checked_layout
 from shardline.config.load import load_config
 from shardline.config.schema import leaves
 from shardline.config.write import to_toml
+from shardline.data.formats.choose import format_types
 from shardline.data.formats.template import template_names
 from shardline.errors import ConfigError
 from tests import bad_values
@@ -190,6 +191,30 @@ def test_numbers_that_stand_for_a_default():
     assert load(FULL + "gc_steps: 20\n").training.gc_freq == 20
 
 
+def test_beta_under_trl_comes_before_rl_beta():
+    pairs = FULL.replace("type: alpaca", "type: chat_template.default") + "rl_beta: 0.3\n"
+    config = load(pairs + "rl: dpo\ntrl:\n  beta: 0.02\n  num_generations: 4\n")
+    assert config.dpo.beta == 0.02
+    assert any("trl.num_generations (line 13): it is for another method" in note for note in config.alias_notes)
+    assert load(pairs + "rl: dpo\n").dpo.beta == 0.3
+    config = load(pairs + "rl: ipo\ndpo_label_smoothing: 0.1\n")
+    assert (config.dpo.loss, config.dpo.label_smoothing) == ("ipo", 0.0)
+
+
+def test_which_weights_early_stopping_ends_with_is_said():
+    config = load(FULL + "val_set_size: 0.1\nearly_stopping_patience: 3\n")
+    assert config.validation.patience == 3
+    assert any("early_stopping_patience: the run ends with its last weights" in note for note in config.alias_notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("", "float16"), ("bf16: auto", "float16"), ("bf16: false", "float16"), ("bf16: true", "bfloat16")],
+)
+def test_half_precision_beside_bfloat16(given, wanted):
+    assert load(FULL + f"fp16: true\n{given}\n").training.mixed_precision_param == wanted
+
+
 def test_a_zero_does_not_conflict_with_the_key_that_is_used():
     config = load(FULL + "saves_per_epoch: 0\nsave_steps: 100\nwarmup_ratio: 0\nwarmup_steps: 10\n")
     assert (config.checkpoint.interval, config.lr_scheduler.warmup_steps) == (100, 10)
@@ -219,6 +244,13 @@ def test_rows_that_axolotl_makes_up_are_refused_by_name():
         load(FULL.replace("type: alpaca", made_up))
     for key in ("length", "sequence_length", "min_input_id", "max_input_id", "seed"):
         assert f"datasets[0].{key}: rows are read from data, not made up" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["bradley_terry.chat_template", "_synthetic", "creative_acr.x", "context_qa.load_v2"])
+def test_types_that_are_not_built_are_refused_by_name(kind):
+    with pytest.raises(ConfigError, match=f"datasets.0..type: '{kind}' is refused: "):
+        load(FULL.replace("type: alpaca", f"type: {kind}"))
+    assert kind not in format_types()
 
 
 def test_flags_change_native_keys():
