@@ -160,9 +160,7 @@ def attach(model: Decoder, how: Adaptation, storage: torch.dtype, frozen: torch.
     else:
         targets = list(how.targets)
     if how.dropout and output_name(model.arch) in targets:
-        log.warning(
-            "lora.dropout has no effect on %s, whose weight and matrices the loss adds up", output_name(model.arch)
-        )
+        log.warning("lora.dropout has no effect on %s, whose product the loss computes", output_name(model.arch))
     sizes = adaptable(model.arch)
     with torch.device("meta"):
         for name, module in list(model.named_modules()):

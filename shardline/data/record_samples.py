@@ -153,7 +153,8 @@ def _records(sources: Sequence[PreparedSource], config: Any, section: Section) -
         splits.append(np.full(len(ends), source.splits))
         first += source.store.tokens
     each = 2 if sources[0].pairs else 1
-    flags = np.concatenate([source.store.has_trained() for source in sources])
+    longest = getattr(config, section).seq_len if config.data.excess_length == "truncate" else None
+    flags = np.concatenate([source.store.has_trained(None if source.splits else longest) for source in sources])
     trained = np.asarray(flags.reshape(-1, each).all(axis=1))
     if config.data.deduplicate:
         trained &= _first_of_each(sources, each)

@@ -181,8 +181,11 @@ class TokenStore:
                 out[at : at + stop - begin] = bits[begin % 8 : begin % 8 + stop - begin]
         return out
 
-    def has_trained(self) -> np.ndarray:
-        """Whether each document has a trained token after its first; only such tokens are targets."""
+    def has_trained(self, longest: int | None = None) -> np.ndarray:
+        """Whether each document has a trained token after its first; only such tokens are targets.
+
+        Those after the first `longest` tokens do not count.
+        """
         found = []
         for part, (first, sizes) in enumerate(zip(self._firsts, self.parts, strict=True)):
             ends = self._part(part).ends.all()
@@ -190,6 +193,8 @@ class TokenStore:
                 begins = np.concatenate([[0], ends[:-1]])
                 trained = self.trained(first, sizes.tokens)
                 trained[begins] = False
+                if longest is not None:
+                    trained &= np.arange(len(trained)) - np.repeat(begins, ends - begins) < longest
                 found.append(np.logical_or.reduceat(trained, begins))
         return np.concatenate(found) if found else np.empty(0, bool)
 

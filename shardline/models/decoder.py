@@ -268,14 +268,6 @@ class Linear(Adaptable):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.used(local), self.bias)
 
-    def whole(self) -> Tensor:
-        """The weight and what is trained beside it as one matrix (rows, columns), which the loss uses in chunks."""
-        weight = self.used(local)
-        if not isinstance(weight, Adapted):
-            return weight
-        a, b = joined(weight, weight.weight.dtype)
-        return weight.weight if a is None or b is None else torch.addmm(weight.weight, b, a)
-
 
 class Embedding(Adaptable):
     """The token embedding; where ranks share the vocabulary, `function` is replaced by one with a collective."""
@@ -666,12 +658,12 @@ class Decoder(nn.Module):
         """The modules whose `forward` computes: here, those that hold the parameters."""
         return self.modules()
 
-    def output_weight(self) -> Tensor:
+    def output_weight(self) -> Weight:
         """The output layer's weight (V, dim), or the embedding's when they are tied."""
         if self.output is None:
             assert self.tok_embeddings is not None, "the output is in another stage"
             return local(self.tok_embeddings.weight)
-        return self.output.whole()
+        return self.output.used(local)
 
     def tables_for(self, tokens: Tensor) -> Tables:
         """The position tables that the next pass over such tokens reads; code that records that pass must keep them."""

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from shardline.comm import collectives
 from shardline.data.batch import IGNORE
+from shardline.models.adapted.low_rank import operands
 from shardline.models.decoder import Decoder
 from shardline.models.norms import cap_slope, capped
 from shardline.models.products.cpu_product import multiply, served
@@ -74,9 +75,8 @@ class Head:
             return scale * (losses if weights is None else losses * weights.flatten()).sum()
         hidden, options = self._prepared(model, hidden)
         own = None if weights is None else self._own(weights)
-        return chunked_cross_entropy(
-            hidden, model.output_weight(), self._own(labels), scale=scale, weights=own, **options
-        )
+        hidden, weight = operands(hidden, model.output_weight())
+        return chunked_cross_entropy(hidden, weight, self._own(labels), scale=scale, weights=own, **options)
 
     @torch.no_grad()
     def log_probabilities(self, model: Decoder, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -84,7 +84,8 @@ class Head:
         if model.gives_logits:
             return -logits_losses(hidden, labels).view(labels.shape).sum(1)
         hidden, options = self._prepared(model, hidden)
-        here = chunked_losses(hidden, model.output_weight(), self._own(labels), **options)
+        hidden, weight = operands(hidden, model.output_weight())
+        here = chunked_losses(hidden, weight, self._own(labels), **options)
         if not self._shares_tokens:
             return -here.view(labels.shape).sum(1)
         whole = here.new_zeros(labels.numel())

@@ -14,6 +14,7 @@ from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.models.decoder import Adaptable
 from shardline.run.device import flops_per_token
+from shardline.training.loss import Head
 from shardline.training.setup import Setup
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import TINY, rows, run, tiny_config
@@ -241,3 +242,29 @@ def test_a_run_of_the_whole_model_is_not_continued_as_an_adapter(tmp_path: Path)
 def test_dropout_that_the_output_layer_cannot_have_is_said(tmp_path: Path, caplog: Any) -> None:
     run(tmp_path, training__steps=1, lora__target_modules=["output"], lora__dropout=0.1, **LORA)
     assert "lora.dropout has no effect on output" in caplog.text
+
+
+def test_small_updates_of_the_output_layer_count_in_bfloat16(tmp_path: Path) -> None:
+    """B A is far below the precision of the weight, but not its effect on logits of hidden states along A."""
+    bfloat16 = {"training__mixed_precision_param": "bfloat16", "lora__target_modules": ["output"]}
+    model = Trainer(tiny_config(tmp_path, **LORA, **bfloat16)).model.train()
+    output, dim = model.output, model.arch.dim
+    pair = output.lora["output"]
+    with torch.no_grad():
+        output.weight.fill_(1.0)
+        pair.a.copy_(torch.tensor([1.0, -1.0]).repeat(dim // 2))
+        pair.b.copy_(4e-4 * torch.linspace(-1, 1, pair.b.numel()).view(pair.b.shape))
+    hidden = (4.0 * pair.a.detach()[:1].expand(1, 6, dim)).to(torch.bfloat16)  # W has no effect on it
+    labels = torch.tensor([[3, 200, -100, 7, 100, 30]])
+    loss = Head(None, 0, None).loss(model, hidden, labels, 1.0)
+    loss.backward()
+    scale = model.adaptation.scale_of("output")
+    a, b = (one.detach().double().requires_grad_() for one in (pair.a, pair.b))
+    logits = hidden[0].double() @ (output.weight.double() + scale * b @ a).T
+    wanted = torch.nn.functional.cross_entropy(logits, labels[0], ignore_index=-100, reduction="sum")
+    wanted.backward()
+    assert (scale * pair.b @ pair.a).abs().max() < 2**-8, "less than half of the last bit of the weight"
+    assert logits.amax() - logits.amin() > 0.5
+    assert loss.item() == pytest.approx(wanted.item(), rel=2e-3)
+    for seen, exact in ((pair.a, a), (pair.b, b)):
+        assert (seen.grad.double() - exact.grad).norm() < 0.02 * exact.grad.norm()

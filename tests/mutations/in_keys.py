@@ -182,6 +182,13 @@ SEEDS_AND_DATA = [
         f"{RECORDS}duplicates_are_left_out_wherever_they_are",
     ),
     Change(
+        "trained tokens that are cut off count",
+        "data/token_store.py",
+        "np.repeat(begins, ends - begins) < longest",
+        "np.repeat(begins, ends - begins) >= 0",
+        f"{RECORDS}records_whose_trained_tokens_are_cut_off_are_left_out",
+    ),
+    Change(
         "held-out records are trained on",
         "data/record_samples.py",
         'return held if section == "validation" else ~held',

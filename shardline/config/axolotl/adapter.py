@@ -14,6 +14,7 @@ OF_ADAPTERS = (
     *("lora_model_dir", "peft_use_dora", "peft_use_rslora", "peft_layers_to_transform", "peft_init_lora_weights"),
     *("loraplus_lr_ratio", "bnb_config_kwargs", "peft"),
 )
+WRAPPER = "_checkpoint_wrapped_module."  # in names of recomputed layers, as configs for FSDP have them
 OUTSIDE_BLOCKS = ("embed_tokens", "lm_head")  # targets that lora_target_linear does not take
 QUANTIZATION: dict[str, tuple[Any, ...]] = {  # values of bnb_config_kwargs that mean what is done here
     "bnb_4bit_quant_type": ("nf4",),
@@ -85,7 +86,7 @@ def _each(read: Read) -> Read:
 
 def _targets(reader: Reader) -> None:
     """Names, or a regex; `lora_target_linear` is every linear layer of the blocks; parameters are those of experts."""
-    experts = reader.get("lora_target_parameters", texts, [])
+    experts = [one.replace(WRAPPER, "") for one in reader.get("lora_target_parameters", texts, [])]
     name = "lora_target_modules"
     given: Any = reader.get(name)
     if given is not None and not isinstance(given, str):
@@ -103,6 +104,9 @@ def _targets(reader: Reader) -> None:
         given, name = [*(given or []), *experts], name if given else "lora_target_parameters"
     if given is not None:
         reader.set("lora.target_modules", given, name)
+    if reader.has("loraplus_lr_ratio") and "embed_tokens" in (given or []):
+        reader.note("loraplus_lr_ratio", "the adapter of embed_tokens learns at the rates of the others here, at"
+                    " loraplus_lr_embedding (1e-6) in Axolotl")  # fmt: skip
 
 
 def _quantization(reader: Reader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,18 @@ REFUSED = {
     "input_transform": "records are read as they are",
     "logprobs_field": "the loss is cross-entropy",
     "temperature": "the loss is cross-entropy",
+    **dict.fromkeys(
+        ("length", "sequence_length", "min_input_id", "max_input_id", "seed"), "rows are read from data, not made up"
+    ),
+}
+_OWN_PROMPT = "its prompt is not built; a type that is a table describes one"
+REFUSED_TYPES = {  # of Axolotl's: up to a dot or a colon, or whole
+    **dict.fromkeys(("bradley_terry", "stepwise_supervised"), "rewards are not trained"),
+    "_synthetic": "rows are read from data, not made up",
+    **dict.fromkeys(("reflection", "explainchoice", "concisechoice", "pygmalion", "creative_acr"), _OWN_PROMPT),
+    **dict.fromkeys(("llama2_chat", "alpaca_chat.load_concise"), _OWN_PROMPT),
+    **dict.fromkeys(("context_qa.load_v2", "context_qa.load_404"), _OWN_PROMPT),
+    **dict.fromkeys(("passthrough", "zephyr"), "pairs of this kind are not built; chat_template.default reads most"),
 }
 AS_OTHERS = ("train_on_split", "field_human", "field_model")  # older keys, which set others
 IDLE_PROMPTS = {  # of a type that is a table
@@ -166,6 +179,8 @@ def _named_type(entry: Reader, source: dict[str, Any]) -> None:
                 entry.idle(name, "type is not sharegpt")
     if not isinstance(kind, str):
         return
+    if reason := REFUSED_TYPES.get(kind, REFUSED_TYPES.get(re.split("[.:]", kind)[0])):
+        entry.problem("type", f"{kind!r} is refused: {reason}")
     if kind.startswith("sharegpt"):
         messages, role, content = SHAREGPT.get(kind.partition(".")[2], ("conversations", "from", "value"))
         entry.note("type", f"{kind} is chat_template, with the fields {messages}, {role} and {content}")

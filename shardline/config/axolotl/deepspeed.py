@@ -22,8 +22,11 @@ _OPTIMIZER = "the YAML file sets it"
 IDLE = {
     **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _OPTIMIZER),
     **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "dump_state"), "metrics are logged here"),
+    **dict.fromkeys(("memory_breakdown", "csv_monitor", "monitor_config"), "metrics are logged here"),
+    "aio": "nothing is kept on a disk",
     **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), "every optimizer is sharded"),
     **dict.fromkeys(("communication_data_type", "prescale_gradients"), "gradients are summed in float32"),
+    **dict.fromkeys(("gradient_predivide_factor", "fp32_allreduce"), "gradients are summed in float32"),
     **dict.fromkeys(("data_types", "amp", "sparse_gradients", "disable_allgather"), "gradients are summed in float32"),
     **dict.fromkeys(("compile", "comms_logger", "flops_profiler", "tensorboard", "wandb"), "the YAML file sets it"),
     **dict.fromkeys(("activation_checkpointing", "tensor_parallel", "checkpoint"), "the YAML file sets it"),
@@ -32,6 +35,7 @@ _BUCKET_KEYS = (
     *("overlap_comm", "contiguous_gradients", "sub_group_size", "reduce_bucket_size", "allgather_bucket_size"),
     *("reduce_scatter", "allgather_partitions", "round_robin_gradients", "stage3_prefetch_bucket_size"),
     *("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+    "stage3_model_persistence_threshold",
     *("stage3_module_granularity_threshold", "load_from_fp32_weights", "memory_efficient_linear"),
     *("ignore_unused_parameters", "use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params"),
 )

@@ -25,6 +25,11 @@ def whole(value: Any) -> int:
     return int(number)
 
 
+def or_if_zero(default: int) -> Read:
+    """A whole number for which Axolotl puts a default in place of 0."""
+    return lambda value: whole(value) or default
+
+
 def number(value: Any) -> float:
     number = _number(value, "a number")
     if isinstance(number, int) and not -LARGEST <= number <= LARGEST:

@@ -54,12 +54,14 @@ def validating(reader: Reader) -> None:
     _cadence(reader, "validation.freq", "evals_per_epoch", "eval_steps", strategy)
     if (patience := reader.get("early_stopping_patience", whole)) is not None and patience > 0:
         reader.set("validation.patience", patience, "early_stopping_patience")
+        reader.note("early_stopping_patience", "the run ends with its last weights, not with the best ones")
 
 
 def _cadence(reader: Reader, native: str, per_epoch: str, steps: str, strategy: str) -> None:
     """Set a number of steps, or a fraction of the run, from the three ways to say it."""
-    reader.together(per_epoch, steps)
     times, count = reader.get(per_epoch, number), reader.get(steps, number)
+    if times and count:
+        reader.together(per_epoch, steps)
     if times:
         reader.set(f"{native}_ratio", min(1.0, 1 / (times * epochs_of(reader))), per_epoch)
     elif count and count < 1:

@@ -143,11 +143,15 @@ def _set_degree(reader: Reader, axis: str, degree: int, name: str) -> None:
 
 
 def _fsdp_list(reader: Reader) -> None:
+    """FSDP1's words; `reshard_after_forward` in fsdp_config, which is FSDP2's, takes precedence over them."""
+    given = reader.get("fsdp_config", table, {})
+    decided = "reshard_after_forward" in {name.removeprefix("fsdp_") for name in given}
     words = [word for item in reader.get("fsdp", texts, []) for word in item.split()]
     for word in words:
         if word in ("full_shard", "shard_grad_op"):
             when = STRATEGIES[word.upper()]
-            reader.set("parallelism.fsdp_reshard_after_forward", when, "fsdp")
+            if not decided:
+                reader.set("parallelism.fsdp_reshard_after_forward", when, "fsdp")
         elif word == "offload":
             reader.set("training.enable_cpu_offload", True, "fsdp")
         elif word != "auto_wrap":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from shardline.config.axolotl.reader import Read, number, switch, table, text, texts, whole
+from shardline.config.axolotl.reader import Read, number, or_if_zero, switch, table, text, texts, whole
 
 
 class To(NamedTuple):
@@ -33,7 +33,7 @@ DIRECT: dict[str, To] = {
     "loss_watchdog_threshold": To("training.max_loss", number),
     "loss_watchdog_patience": To("training.max_loss_steps", whole),
     "output_dir": To("job.dump_folder", text, "./model-out"),
-    "save_total_limit": To("checkpoint.keep_latest_k", whole, 4),
+    "save_total_limit": To("checkpoint.keep_latest_k", or_if_zero(4), 4),
     "save_first_step": To("checkpoint.enable_first_step_checkpoint", switch),
     "logging_steps": To("metrics.log_freq", whole),
     "use_tensorboard": To("metrics.enable_tensorboard", switch),
@@ -56,8 +56,6 @@ DIRECT: dict[str, To] = {
     "chat_template_kwargs": To("data.chat_template_kwargs", table),
     "ddp_timeout": To("comm.train_timeout_seconds", whole),
     "ddp_bucket_cap_mb": To("parallelism.gradient_bucket_mib", number),
-    "gc_steps": To("training.gc_freq", whole),
-    "gc_collect_steps": To("training.gc_freq", whole),
 }
 
 # Keys read by a function -> what they set
@@ -158,10 +156,13 @@ BY_RULE: dict[str, str] = {
     "wandb_mode": "metrics.wandb_mode",
     "profiler_steps": "profiling.enable_profiling, profiling.profiler_active",
     "profiler_steps_start": "profiling.profile_freq",
+    "gc_steps": "training.gc_freq; 0 and -1 leave it as it is",
+    "gc_collect_steps": "as gc_steps",
     "plugins": "see the table of plugins below",
     "rl": "training.objective = dpo, for dpo and ipo",
     "rl_beta": "dpo.beta",
     "dpo_beta": "dpo.beta",
+    "trl": "dpo.beta (beta), before rl_beta",
     "dpo_label_smoothing": "dpo.label_smoothing",
     "dpo_loss_type": "dpo.loss",
 }
@@ -273,16 +274,20 @@ WITHOUT_EFFECT: dict[str, str] = _rows(
     ("it belongs to a key that is refused or off", "image_size image_resize_algorithm processor_kwargs"),
     ("it belongs to a key that is refused or off", "nvfp4_merge_aware_latent_mix nvfp4_merge_aware_start_step"),
     ("images are not trained on", "freeze_mm_modules role_boundaries"),
-    ("a key of older versions", "debug data_seed max_packed_sequence_len dpo_norm_loss dpo_generate_during_eval"),
-    ("a key of older versions", "dpo_use_logits_to_keep rpo_alpha"),
+    ("a key of older versions", "debug data_seed max_packed_sequence_len dpo_generate_during_eval"),
+    ("a key of older versions", "dpo_use_logits_to_keep base_model_ignore_patterns collator_pad_to_longest"),
+    ("the last checkpoint is the adapter", "lora_out_dir"),
+    ("the reference of an adapter is its frozen base, from the same weights", "rl_adapter_ref_model"),
     ("it belongs to a key that is refused or off", "gptq_disable_exllama relora_cpu_offload relora_prune_method"),
     ("it belongs to a key that is refused or off", "relora_prune_ratio jagged_restart_warmup_steps"),
-    ("it belongs to a key that is refused or off", "jagged_restart_anneal_steps lisa_step_interval trl ebft"),
+    ("it belongs to a key that is refused or off", "jagged_restart_anneal_steps lisa_step_interval ebft"),
     ("it belongs to a key that is refused or off", "lisa_layers_attribute pose_split_on_token_ids"),
     ("it belongs to a key that is refused or off", "pose_max_context_len"),
     ("it belongs to a key that is refused or off", "pose_num_chunks scaling_softmax_factor scaling_softmax_bias"),
     ("it belongs to a key that is refused or off", "eaft_alpha eaft_k num_labels center_rewards_coefficient"),
-    ("it belongs to a key that is refused or off", "loraplus_lr_embedding gptq_groupsize gptq_model_v1"),
+    ("an adapter of the embedding learns at the rates of the others", "loraplus_lr_embedding"),
+    ("it belongs to a key that is refused or off", "gptq_groupsize gptq_model_v1"),
+    ("it belongs to a key that is refused or off", "log_sweep_min_lr log_sweep_max_lr"),
     ("it belongs to a key that is refused or off", "relora_warmup_steps relora_anneal_steps gkd_teacher"),
     ("it belongs to a key that is refused or off", "gkd_teacher_init_kwargs gkd_lmbda gkd_seq_kd gkd_max_new_tokens"),
     ("it belongs to a key that is refused or off", "gkd_top_k gkd_beta gkd_divergence gkd_temperature"),
@@ -316,8 +321,8 @@ REFUSED: dict[str, str] = _rows(
     ("adapters are not merged during a run; use adapter: lora", "relora relora_steps jagged_restart_steps"),
     ("a 4-bit base is NF4: use load_in_4bit", "gptq use_onebitllms qat quantization nvfp4_training nvfp4_merge_aware"),
     ("weights are not pruned or compressed in training", "llmcompressor"),
-    ("the folder's config.json has it; --model.overrides.rope_scaling changes it", "rope_scaling use_pose"),
-    ("attention is exact", "s2_attention scaling_softmax"),
+    ("the folder's config.json has it; --model.overrides.rope_scaling changes it", "rope_scaling use_pose xpos_rope"),
+    ("attention is exact", "s2_attention scaling_softmax landmark_attention"),
     ("the loss is cross-entropy", "use_eaft kd_trainer kd_ce_alpha kd_alpha kd_temperature dense_mixer diffusion"),
     ("the loss is cross-entropy", "kd_zscore_base_temp kd_top_k_before_softmax grokfast_alpha grokfast_lamb"),
     (
@@ -327,6 +332,7 @@ REFUSED: dict[str, str] = _rows(
     ("the loss is cross-entropy", "kd_online_server_model kd_online_timeout kd_online_max_new_tokens"),
     ("the loss is cross-entropy", "kd_temperature_min gkd_trainer use_dft enable_dft_loss"),
     ("one DPO loss at a time, without weights", "dpo_loss_weights dpo_use_weighting"),
+    ("the loss of a pair is one of those of dpo_loss_type", "rpo_alpha dpo_norm_loss"),
     ("rewards are not trained", "reward_model process_reward_model"),
     ("the trainer is Shardline's; experimental.custom_import adds hooks", "trainer_cls"),
     ("llama4 experts are computed as they are stored", "llama4_linearized_experts"),

@@ -105,7 +105,7 @@ def precision(reader: Reader) -> None:
     """Set the compute type; weights are stored in float32 unless `bfloat16: true` asks for less."""
     half = reader.get("bf16", choice("auto", "full", True, False))
     pure = reader.get("bfloat16", choice("auto", True, False), False) is True  # auto leaves it to the device
-    if reader.on("fp16") and half in (None, False):
+    if reader.on("fp16") and half in (None, "auto", False):
         reader.set("training.mixed_precision_param", "float16", "fp16")
     elif half in (True, "full"):
         reader.set("training.mixed_precision_param", "bfloat16", "bf16")
@@ -193,7 +193,7 @@ def objective(reader: Reader) -> None:
     """Direct preference optimization; every other method that is not next-token training is refused."""
     kind = reader.get("rl", text)
     if kind is None:
-        for name in (*DPO_NUMBERS, "dpo_loss_type"):
+        for name in (*DPO_NUMBERS, "dpo_loss_type", "trl"):
             if reader.has(name):
                 reader.idle(name, "rl is not dpo")
         return
@@ -202,8 +202,16 @@ def objective(reader: Reader) -> None:
         return
     reader.set("training.objective", "dpo", "rl")
     for name, native in DPO_NUMBERS.items():
-        if reader.has(name):
+        if kind == "ipo" and name == "dpo_label_smoothing" and reader.has(name):
+            reader.idle(name, "rl: ipo has no label smoothing")
+        elif reader.has(name):
             reader.set(native, reader.get(name, number), name)
+    trl = reader.below("trl", reader.get("trl", table, {}))
+    for name in trl.values:
+        if name == "beta":
+            trl.set("dpo.beta", trl.get(name, number), name)
+        else:
+            trl.idle(name, "it is for another method than dpo")
     losses = texts(reader.get("dpo_loss_type", default=["ipo"] if kind == "ipo" else ["sigmoid"]))
     if len(losses) != 1 or losses[0] not in DPO_LOSSES:
         reader.problem("dpo_loss_type", f"expected one of {', '.join(DPO_LOSSES)}, got {losses!r}")
@@ -213,4 +221,14 @@ def objective(reader: Reader) -> None:
         reader.set("dpo.loss", losses[0], "dpo_loss_type" if reader.has("dpo_loss_type") else "rl")
 
 
-HANDLERS = (model, batch, length, precision, weights, memory, profiler, objective)
+def garbage(reader: Reader) -> None:
+    """Steps between garbage collections; Axolotl's 0 is off, and -1 means once per epoch."""
+    for name in ("gc_steps", "gc_collect_steps"):
+        steps = reader.get(name, whole)
+        if steps in (0, -1):
+            reader.idle(name, "garbage is collected at fixed steps, training.gc_freq")
+        elif steps is not None:
+            reader.set("training.gc_freq", steps, name)
+
+
+HANDLERS = (model, batch, length, precision, weights, memory, profiler, garbage, objective)

@@ -83,7 +83,8 @@ def schedule(reader: Reader) -> None:
         return
     for native, value in SCHEDULERS[name].items():
         reader.set(f"lr_scheduler.{native}", value, "lr_scheduler")
-    reader.together("warmup_ratio", "warmup_steps")
+    if reader.get("warmup_ratio", number):
+        reader.together("warmup_ratio", "warmup_steps")
     if name == "constant":
         reader.set("lr_scheduler.warmup_steps", 0, "lr_scheduler")
         for key in ("warmup_steps", "warmup_ratio"):

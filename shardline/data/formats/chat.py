@@ -118,7 +118,7 @@ class MessageFields:
         return message
 
     def _role(self, role: str, where: str) -> str:
-        targets = {*self.roles.values(), *KNOWN_ROLES}
+        targets = {*self.roles.values(), *ROLES, *KNOWN_ROLES}
         if role not in self.roles and role not in targets:
             known = sorted({*self.roles, *targets})
             raise UserError(f"{where}: unknown role {role!r}{nearest(role, known)}; roles: {', '.join(known)}")
@@ -176,8 +176,10 @@ class Chat:
         for number, (message, row) in enumerate(zip(messages, rows, strict=True)):
             detail = row.get(self.messages.detail) if self.messages.detail else None
             flag = row.get(self.messages.training) if self.messages.training else None
-            if flag is None:
-                flag = bool(detail) or self.train_on_inputs or message["role"] in self.roles_to_train
+            if flag is None and detail is not None:
+                flag = bool(detail)
+            elif flag is None:
+                flag = self.train_on_inputs or message["role"] in self.roles_to_train
             if not isinstance(flag, bool):
                 raise UserError(f"{self.messages.training}: expected true or false, got {flag!r}")
             if flag:

@@ -195,6 +195,23 @@ def add_low_rank(product: Tensor, x: Tensor, w: Adapted) -> Tensor:
     return torch.addmm(product.flatten(0, -2), low.flatten(0, -2), b.t()).view_as(product)
 
 
+def operands(x: Tensor, w: Weight) -> tuple[Tensor, Tensor]:
+    """Two matrices whose product is that of x (t, K) and the adapted weight (N, K), for a loss with its own product.
+
+        [ x | x A^T ] [ W | scale B ]^T      (t, K + R) times (N, K + R), with R padded to a multiple of 8
+
+    B keeps its own precision: in bfloat16, the sum W + scale B A has no bits for updates far smaller than W.
+    """
+    if not isinstance(w, Adapted):
+        return x, w
+    a, b = joined(w, x.dtype)
+    weight = w.weight.to(x.dtype)
+    if a is None or b is None:
+        return x, weight
+    padding = (0, -len(a) % 8)
+    return torch.cat([x, F.pad(x @ a.t(), padding)], dim=1), torch.cat([weight, F.pad(b, padding)], dim=1)
+
+
 # ---- DoRA ------------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
+from shardline.models.adapted.low_rank import Weight
 from shardline.models.decoder import Adaptable, Decoder, Embedding, Linear, Stage
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import is_low_rank
@@ -153,9 +154,9 @@ class ForeignDecoder(Decoder):
     def layers(self) -> dict[str, ForeignBlock]:  # type: ignore[override]
         return {str(number): block for number, block in enumerate(self._blocks)}
 
-    def output_weight(self) -> Tensor:
+    def output_weight(self) -> Weight:
         head: Any = self.foreign_head[0]
-        return head.whole() if isinstance(head, Linear) else local(head.weight)
+        return head.used(local) if isinstance(head, Linear) else local(head.weight)
 
     def make_adaptable(self) -> None:
         """Replace the modules whose arithmetic is known by ones that can have low-rank matrices."""

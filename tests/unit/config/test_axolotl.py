@@ -19,6 +19,7 @@ from shardline.config.check import check, checked_layout
 from shardline.config.load import load_config
 from shardline.config.schema import leaves
 from shardline.config.write import to_toml
+from shardline.data.formats.choose import format_types
 from shardline.data.formats.template import template_names
 from shardline.errors import ConfigError
 from tests import bad_values
@@ -180,6 +181,76 @@ def test_a_key_given_twice_is_noted_and_the_last_one_counts():
 
 def test_a_stray_key_without_a_value_is_no_error():
     assert any("empty, so the default: some_stray_key" in note for note in load(FULL + "some_stray_key:\n").alias_notes)
+
+
+def test_numbers_that_stand_for_a_default():
+    config = load(FULL + "save_total_limit: 0\ngc_steps: -1\ngc_collect_steps: 0\n")
+    assert config.checkpoint.keep_latest_k == 4, "0 is no number of checkpoints in Axolotl"
+    assert config.training.gc_freq == leaves()["training.gc_freq"].default
+    assert any("without effect: gc_steps (line 10), gc_collect_steps" in note for note in config.alias_notes)
+    assert load(FULL + "gc_steps: 20\n").training.gc_freq == 20
+
+
+def test_beta_under_trl_comes_before_rl_beta():
+    pairs = FULL.replace("type: alpaca", "type: chat_template.default") + "rl_beta: 0.3\n"
+    config = load(pairs + "rl: dpo\ntrl:\n  beta: 0.02\n  num_generations: 4\n")
+    assert config.dpo.beta == 0.02
+    assert any("trl.num_generations (line 13): it is for another method" in note for note in config.alias_notes)
+    assert load(pairs + "rl: dpo\n").dpo.beta == 0.3
+    config = load(pairs + "rl: ipo\ndpo_label_smoothing: 0.1\n")
+    assert (config.dpo.loss, config.dpo.label_smoothing) == ("ipo", 0.0)
+
+
+def test_which_weights_early_stopping_ends_with_is_said():
+    config = load(FULL + "val_set_size: 0.1\nearly_stopping_patience: 3\n")
+    assert config.validation.patience == 3
+    assert any("early_stopping_patience: the run ends with its last weights" in note for note in config.alias_notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("", "float16"), ("bf16: auto", "float16"), ("bf16: false", "float16"), ("bf16: true", "bfloat16")],
+)
+def test_half_precision_beside_bfloat16(given, wanted):
+    assert load(FULL + f"fp16: true\n{given}\n").training.mixed_precision_param == wanted
+
+
+def test_a_zero_does_not_conflict_with_the_key_that_is_used():
+    config = load(FULL + "saves_per_epoch: 0\nsave_steps: 100\nwarmup_ratio: 0\nwarmup_steps: 10\n")
+    assert (config.checkpoint.interval, config.lr_scheduler.warmup_steps) == (100, 10)
+
+
+@pytest.mark.parametrize(("name", "given"), [("reshard_after_forward", "false"), ("fsdp_reshard_after_forward", "no")])
+def test_fsdp2s_resharding_takes_precedence_over_fsdp1s_words(name, given):
+    fsdp = FULL + "fsdp: [full_shard, auto_wrap]\n"
+    assert load(fsdp).parallelism.fsdp_reshard_after_forward == "always"
+    assert load(fsdp + f"fsdp_config: {{{name}: {given}}}\n").parallelism.fsdp_reshard_after_forward == "never"
+
+
+def test_names_of_recomputed_layers_and_the_rate_of_an_embeddings_adapter():
+    lora = FULL + "adapter: lora\nlora_r: 8\nlora_alpha: 8\n"
+    wrapped = "22._checkpoint_wrapped_module.mlp.experts.down_proj"
+    config = load(f"{lora}lora_target_modules: [q_proj]\nlora_target_parameters: [{wrapped}]\n")
+    assert config.lora.target_modules == ["q_proj", "22.mlp.experts.down_proj"]
+    notes = load(f"{lora}lora_target_modules: [q_proj, embed_tokens]\nloraplus_lr_ratio: 8\n").alias_notes
+    assert any("loraplus_lr_ratio: the adapter of embed_tokens" in note for note in notes)
+
+
+def test_rows_that_axolotl_makes_up_are_refused_by_name():
+    made_up = (
+        "type: _synthetic\n    length: 9\n    sequence_length: 8\n    min_input_id: 1\n    max_input_id: 9\n    seed: 1"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(FULL.replace("type: alpaca", made_up))
+    for key in ("length", "sequence_length", "min_input_id", "max_input_id", "seed"):
+        assert f"datasets[0].{key}: rows are read from data, not made up" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["bradley_terry.chat_template", "_synthetic", "creative_acr.x", "context_qa.load_v2"])
+def test_types_that_are_not_built_are_refused_by_name(kind):
+    with pytest.raises(ConfigError, match=f"datasets.0..type: '{kind}' is refused: "):
+        load(FULL.replace("type: alpaca", f"type: {kind}"))
+    assert kind not in format_types()
 
 
 def test_flags_change_native_keys():

@@ -252,6 +252,9 @@ def test_roles_to_train_and_turns_that_say_so_themselves(byte_level):
         byte_level, {"messages": details}, options, message_field_training_detail="parts", train_on_eos="none"
     )
     assert trained_text(tokenizer, row).strip() == "twelve."
+    details = [USER, ANSWER | {"parts": []}, {"role": "user", "content": "Sure?"}, ANSWER | {"parts": None}]
+    _, row = encode(byte_level, {"messages": details}, options, message_field_training_detail="parts")
+    assert trained_text(tokenizer, row) == "It is twelve.<|im_end|>", "no part of the first answer, all of the second"
     _, row = encode(byte_level, {"messages": messages}, FormatOptions(chat_template="chatml", train_on_inputs=True))
     assert "six" in trained_text(tokenizer, row)
     assert "<|im_start|>" not in trained_text(tokenizer, row)
@@ -284,6 +287,8 @@ def test_the_older_shape_of_records_by_mappings(byte_level):
     assert "kind" not in tokenizer.decode(row.ids.tolist())
     _, row = encode(byte_level, {"messages": [USER, ANSWER]}, options)
     assert "unused" in tokenizer.decode(row.ids.tolist())
+    _, row = encode(byte_level, same, options, roles={"assistant": ["gpt"], "user": ["human"]})
+    assert row.ids.tolist() == expected.ids.tolist(), "roles without a mapping keep their names"
 
 
 @pytest.mark.parametrize(

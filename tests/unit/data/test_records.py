@@ -267,6 +267,18 @@ def test_records_without_a_trained_token_are_left_out(make, tmp_path):
     assert len(loader_of(config).samples.rows) == 3
 
 
+def test_records_whose_trained_tokens_are_cut_off_are_left_out(make, tmp_path):
+    long = [{"segments": [{"text": "q" * n, "label": False}, {"text": "answer", "label": True}]} for n in (46, 47, 48)]
+    changes = {"data__sources": [{"path": write(tmp_path / "long.jsonl", long), "type": "input_output"}]}
+    config = make(data__packing="none", data__excess_length="truncate", **changes)
+    assert len(loader_of(config).samples.rows) == 2, "of 48 tokens, the last two or the last one are trained"
+    rows = [{"p": "q" * n, "c": "good", "r": "bad"} for n in (20, 60)]
+    kind = {"field_prompt": "p", "field_chosen": "c", "field_rejected": "r"}
+    pairs = {"data__sources": [{"path": write(tmp_path / "pairs.jsonl", rows), "type": kind}]}
+    config = make(training__objective="dpo", data__excess_length="truncate", **pairs)
+    assert loader_of(config).samples_per_epoch == 1, "both answers of the second pair are cut off"
+
+
 def test_a_sample_of_pairs_is_two_rows(make, tmp_path):
     rows = [{"p": f"{n}? ", "c": "good" * (n % 3 + 1), "r": "bad" * (20 if n == 4 else 1)} for n in range(8)]
     file = write(tmp_path / "pairs.jsonl", rows)
