@@ -1335,6 +1335,13 @@ REPLICA_GROUPS = [
         f"{GROUPS}an_optimizer_whose_state_comes_with_its_first_step_is_refused",
     ),
     Change(
+        "a repeated step has the times of the attempt that failed, too",
+        "telemetry/rank_log.py",
+        "        job.spans.stop(READER)  # a replica group repeats a step that failed\n",
+        "",
+        "tests/unit/telemetry/test_rank_log.py::test_a_step_that_is_repeated_has_the_times_of_its_last_attempt",
+    ),
+    Change(
         "a save that was requested in a failed step is forgotten",
         "training/trainer.py",
         "kept = kept.and_then(result.request)",
