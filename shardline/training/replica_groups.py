@@ -61,8 +61,8 @@ def _check_state(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in held:
             raise UserError(
-                f"fault_tolerance.enable: {type(optimizer).__name__} has no state of {name} before its first step, but a"
-                " group that returns receives the state of another group into its own; create it in the constructor"
+                f"fault_tolerance.enable: {type(optimizer).__name__} has no state of {name} before its first step, but"
+                " a group that returns receives the state of another into its own; create it in the constructor"
             )
 
 

@@ -151,7 +151,9 @@ def test_a_state_arrives_bit_by_bit(monkeypatch):
 
 def joined(model, optimizer):
     """The view of a rank that is not the first, which needs no lighthouse."""
-    mesh = SimpleNamespace(rank=1, world_size=1, layout=Layout(), device_type="cpu", from_rank_0=lambda decide: decide())
+    mesh = SimpleNamespace(
+        rank=1, world_size=1, layout=Layout(), device_type="cpu", from_rank_0=lambda decide: decide()
+    )
     return join_groups(load_config(overrides={}), mesh, model, optimizer)
 
 
