@@ -57,6 +57,7 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
         "ddp": [],
         "local_sgd": [*diloco, f"{FT}semi_sync_method=local_sgd"],
         "diloco": diloco,
+        "diloco, momentum 0.5": [*diloco, f"{FT}outer_momentum=0.5"],
         "diloco, int8": [*diloco, f"{FT}should_quantize"],
         "streaming": streaming,
         "streaming, int8": [*streaming, f"{FT}should_quantize"],

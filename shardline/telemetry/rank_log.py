@@ -29,6 +29,7 @@ from shardline.comm.hidden_time import host_times
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.comm.observe import runs_on_host
+from shardline.comm.spans import Span
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.parallel.pipeline.executor import busy_and_span
@@ -38,6 +39,7 @@ from shardline.storage.atomic import plain_file
 
 log = logging.getLogger("shardline")
 READER = "rank log"  # its name as a reader of spans
+WORKERS = "workers"  # the axis between workers
 MOST_EXPERTS = 20_000  # numbers in a detail row: layers x experts
 
 
@@ -62,6 +64,7 @@ class StepParts:
 
     def begin(self, data_seconds: float) -> None:
         self.enabled, self._updates, self._data = True, [], data_seconds
+        job.spans.stop(READER)  # a replica group repeats a step that failed
         if "world" in job.axes and runs_on_host(job.axes["world"].group, self.device):
             job.spans.record(READER)
         self._began = self.moments.mark()
@@ -76,6 +79,7 @@ class StepParts:
         marks = [self._began, self.moments.mark(), *(moment for both in self._updates for moment in both)]
         began, ended, *updates = self.moments.unix(marks)
         self.began, spans = began, job.spans.take(READER)
+        self.waits = [span for span in spans if span.axis == WORKERS and span.waiting]
         self.stop()
         times = {axis: host_times(spans, axis) for axis in sorted({span.axis for span in spans})}
         parts: dict[str, Any] = {"seconds": ended - began + self._data, "data": self._data}
@@ -194,12 +198,16 @@ def held_by_rank(model: Decoder) -> dict[str, Any]:
     }
 
 
-def idle_seconds(actions: Sequence[TimedAction], began: float) -> float:
-    """How long a pipeline rank was idle between the beginning of the step and the end of its last action."""
+def idle_seconds(actions: Sequence[TimedAction], began: float, waits: Sequence[Span] = ()) -> float:
+    """How long a pipeline rank was idle between the beginning of the step and the end of its last action.
+
+    `waits` for other workers, between their contributions, count apart.
+    """
     if not actions:
         return 0.0
     busy, span = busy_and_span(actions)
-    return max(0.0, span - busy + actions[0].start - began)
+    waited = sum(wait.end - wait.start for wait in waits if wait.end / 1e9 <= actions[-1].end) / 1e9
+    return max(0.0, span - busy + actions[0].start - began - waited)
 
 
 def last_walk(actions: Sequence[TimedAction]) -> Sequence[TimedAction]:

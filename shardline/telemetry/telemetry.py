@@ -167,7 +167,7 @@ class Telemetry:
             if self.sampler is not None:
                 self.sampler.begin()
             if self.pipeline is not None:
-                self.pipeline.clock.enabled = True
+                self.pipeline.clock.begin()
             self.parts.begin(data_seconds)
 
     @contextlib.contextmanager
@@ -304,7 +304,7 @@ class Telemetry:
         if self.device.type == "cuda" and waited is not None and self.mesh.size("loss") > 1:
             parts["exposed"]["dp"] = waited
         if self.pipeline is not None:
-            parts["idle"] = idle_seconds(actions, self.parts.began)
+            parts["idle"] = idle_seconds(actions, self.parts.began, self.parts.waits)
         self.rank_log.step(self.number, parts, sent, memory)
         if self.rank_log.wants_detail(last=self.number == self.last_step):
             self.rank_log.detail(self.number, actions, self.experts.loads, self.experts.layers)

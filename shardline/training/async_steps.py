@@ -39,7 +39,7 @@ from shardline.models.dtensor import local
 from shardline.optim.clip import clip_, squared_norm
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lr_schedule import set_lr
-from shardline.parallel.data.asynchronous.exchange import A_DAY, Peers
+from shardline.parallel.data.asynchronous.exchange import A_DAY, AXIS, Peers, waiting
 from shardline.parallel.data.asynchronous.server import Contribution, Made, ParameterServer, share_out, totals
 from shardline.parallel.data.asynchronous.tickets import POLL_SECONDS, Tickets, may_take
 from shardline.run.stop import Request, no_requests, request_of
@@ -48,7 +48,6 @@ from shardline.words import counted
 if TYPE_CHECKING:
     from shardline.training.step import RequestNumbers, Stepper, StepResult
 
-AXIS = "workers"  # the axis in comm_bytes
 MADE = -1  # instead of a ticket: the step that this rank waits for has been made
 
 
@@ -189,8 +188,9 @@ class AsyncSteps:
         """Return the worker's next ticket, or MADE if the step needs none; all ranks of the worker call this."""
         asked = self.inside.sum(requests())
         self._pending = [a + b for a, b in zip(self._pending, asked, strict=True)] if asked else self._pending
-        found = 0 if self.tickets is None else self._decide(self.tickets, number)
-        return int(self.inside.sum([float(found)])[0])
+        with waiting("ticket"):
+            found = 0 if self.tickets is None else self._decide(self.tickets, number)
+            return int(self.inside.sum([float(found)])[0])
 
     def _decide(self, tickets: Tickets, number: int) -> int:
         began = time.monotonic()
@@ -291,7 +291,9 @@ class AsyncSteps:
         needed = max(version, self.first_step)
         behind = list(range(self.workers))
         while True:
-            for worker, (found, values) in self.peers.pull(needed, behind).items():
+            with waiting("pull"):
+                pulled = self.peers.pull(needed, behind)
+            for worker, (found, values) in pulled.items():
                 for place, value in zip(self.places[worker], values, strict=True):
                     place.copy_(value)
                 self.versions[worker] = found

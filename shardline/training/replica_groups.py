@@ -51,7 +51,19 @@ def join_groups(config: Config, mesh: Mesh, model: Decoder, optimizer: torch.opt
         trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
         return {**trained, **dict(model.named_buffers()), **optimizer_state(optimizer, model)}
 
+    _check_state(model, optimizer)
     return ReplicaGroups(config.fault_tolerance, mesh, _same(config, mesh), state)
+
+
+def _check_state(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a registered optimizer that creates its state in its first step: a group that returns has not made one."""
+    held = {key.partition(".")[2] for key in optimizer_state(optimizer, model)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in held:
+            raise UserError(
+                f"fault_tolerance.enable: {type(optimizer).__name__} has no state of {name} before its first step, but"
+                " a group that returns receives the state of another into its own; create it in the constructor"
+            )
 
 
 def _same(config: Config, mesh: Mesh) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class Trainer:
     def train(self) -> Result:
         """Run to the last step, or to the step after which a signal or the time limit stops the run."""
         progress, telemetry, request = self.progress, self.telemetry, Request()
+        kept = Request()  # what was asked for in a step that is repeated
         try:
             if not self._has_steps():
                 return Result(progress.step, None, finished_before=self.finished)
@@ -102,7 +103,9 @@ class Trainer:
                         result = self.train_step(batches, self._request_numbers)
                         if self.groups is not None and not result.counts:
                             self._repeat(self.groups)
+                            kept = kept.and_then(result.request)
                             continue
+                        result, kept = result._replace(request=kept.and_then(result.request)), Request()
                         more = self._advance(result)
                         telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, more)
                         self._after_step(result)

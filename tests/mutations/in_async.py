@@ -4,6 +4,7 @@ from tests.mutations.change import Change
 
 UNIT = "tests/unit/parallel/test_asynchronous.py::test_"
 RUNS = "tests/parity/test_async.py::test_"
+RANK_LOG = "tests/unit/telemetry/test_rank_log.py::test_"
 FOLDER = "parallel/data/asynchronous/"
 
 ASYNCHRONOUS = [
@@ -69,6 +70,20 @@ ASYNCHRONOUS = [
         'if self.section.async_late == "drop" and',
         "if False and",
         f"{RUNS}what_a_late_worker_does_is_made_again_and_counts_once",
+    ),
+    Change(
+        "asynchronous: waits for other workers count as computation",
+        FOLDER + "exchange.py",
+        "exposed.add((ended - started) / 1e9)",
+        "pass",
+        f"{RANK_LOG}waits_for_other_workers_are_exposed_and_not_idle",
+    ),
+    Change(
+        "asynchronous: waits for other workers are a pipeline's bubble, too",
+        "telemetry/rank_log.py",
+        "actions[0].start - began - waited)",
+        "actions[0].start - began)",
+        f"{RANK_LOG}waits_for_other_workers_are_exposed_and_not_idle",
     ),
     Change(
         "asynchronous: the rate of a late step counts as that of the schedule",

@@ -1327,6 +1327,34 @@ REPLICA_GROUPS = [
         "            pass",
         LOST,
     ),
+    Change(
+        "a replica group that returns keeps its own optimizer state",
+        "training/replica_groups.py",
+        "**dict(model.named_buffers()), **optimizer_state(optimizer, model)}",
+        "**dict(model.named_buffers())}",
+        f"{GROUPS}the_first_step_of_a_group_that_returns_is_that_of_the_others",
+    ),
+    Change(
+        "replica groups accept an optimizer that creates its state in its first step",
+        "training/replica_groups.py",
+        "if parameter.requires_grad and name not in held:",
+        "if False:",
+        f"{GROUPS}an_optimizer_whose_state_comes_with_its_first_step_is_refused",
+    ),
+    Change(
+        "a repeated step has the times of the attempt that failed, too",
+        "telemetry/rank_log.py",
+        "        job.spans.stop(READER)  # a replica group repeats a step that failed\n",
+        "",
+        "tests/unit/telemetry/test_rank_log.py::test_a_step_that_is_repeated_has_the_times_of_its_last_attempt",
+    ),
+    Change(
+        "a save that was requested in a failed step is forgotten",
+        "training/trainer.py",
+        "kept = kept.and_then(result.request)",
+        "kept = Request()",
+        f"{GROUPS}a_save_that_was_requested_in_a_failed_step_follows_the_next_one",
+    ),
 ]
 
 CHANGES = [

@@ -175,6 +175,17 @@ def test_a_slow_worker_reads_less_and_no_sample_is_lost(harness, tmp_path, chang
     assert 0 < max(row["staleness"] for row in rows) <= 2
     assert sum(row["comm_bytes"]["workers"] for row in rows) > 0
     assert not any("dp_replicate" in row["comm_bytes"] for row in rows)
+    waited = [exposed_to_others(tmp_path / "run", rank) for rank in (0, 1)]
+    assert sum(waited[0]) > 0.15, "the fast one waits for the slow one, at the bound at least"
+    assert [row["dp_exposed_seconds"] for row in rows] == pytest.approx(waited[0], abs=1e-5)
+
+
+def exposed_to_others(folder, rank):
+    """For how long a worker waited for others in each step."""
+    rows = map(json.loads, (folder / "log" / f"telemetry-{rank}.jsonl").read_text().splitlines())
+    steps = [row for row in rows if row["event"] == "step"]
+    assert all(row["exposed"].get("workers", 0.0) <= row["seconds"] for row in steps)
+    return [row["exposed"].get("workers", 0.0) for row in steps]
 
 
 def test_what_a_late_worker_does_is_made_again_and_counts_once(harness, tmp_path):

@@ -222,6 +222,10 @@ class ActionClock:
         self.enabled = False
         self._marks: list[tuple[Action, Any, Any]] = []
 
+    def begin(self) -> None:
+        """Start recording a step; a replica group's last one may have failed, and is now repeated."""
+        self.enabled, self._marks = True, []
+
     @contextlib.contextmanager
     def around(self, action: Action) -> Iterator[None]:
         if not self.enabled:

@@ -231,7 +231,7 @@ class ReplicaGroups:
         self._threads = []
         if self._heal_error:
             log.warning("%.200s", self._heal_error)
-            self.broken = True
+            self._heal_error, self.broken = "", True
         return not self.broken
 
     def failed_anywhere(self) -> bool:

@@ -1,5 +1,6 @@
 """Who takes part in a step of replica groups, what of a quorum is believed, what they refuse, and how state travels."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ from shardline.parallel.replicas import link
 from shardline.parallel.replicas.groups import ReplicaGroups
 from shardline.parallel.replicas.lighthouse import Lighthouse, derive_key, groups_key, host_and_port
 from shardline.parallel.replicas.quorum import Member, check_same, plan_step
-from shardline.training.replica_groups import for_groups
+from shardline.training.replica_groups import for_groups, join_groups
+from shardline.training.trainer import Trainer
+from tests.e2e.tiny import tiny_config
 
 SECOND = link.timedelta(seconds=20)
 
@@ -144,6 +147,92 @@ def test_a_state_arrives_bit_by_bit(monkeypatch):
     for one, other in zip(both(work)[1], state, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+def joined(model, optimizer):
+    """The view of a rank that is not the first, which needs no lighthouse."""
+    mesh = SimpleNamespace(
+        rank=1, world_size=1, layout=Layout(), device_type="cpu", from_rank_0=lambda decide: decide()
+    )
+    return join_groups(load_config(overrides={}), mesh, model, optimizer)
+
+
+def test_the_first_step_of_a_group_that_returns_is_that_of_the_others():
+    """With their weights, buffers, moments and count of steps: with a count of its own, Adam's step would be longer."""
+    store, place = link.serve_store("127.0.0.1")
+    members = [member(0, step=3, store=place), member(1, step=0, history="", store=place)]
+    weights, counts = {}, {}
+
+    def live(number):
+        torch.manual_seed(number)
+        model = torch.nn.BatchNorm1d(3)
+        torch.nn.init.normal_(model.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False, fused=False)
+        groups = joined(model, optimizer)
+        for step in range(4):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5**step)
+            if step == 3:
+                groups._start_healing(plan_step(f"{number}:x", members))
+                assert groups.ready()
+                groups.commit()
+            if number == 0 or step == 3:
+                model.running_mean += 1.0 if step < 3 else 0.0
+                optimizer.step()
+        weights[number] = torch.cat([model.running_mean, model.weight.detach(), model.bias.detach()])
+        counts[number] = [float(state["step"]) for state in optimizer.state.values()], groups.heals
+
+    threads = [threading.Thread(target=live, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    del store
+    assert torch.equal(weights[0], weights[1])
+    assert weights[1][:3].tolist() == [3.0] * 3
+    assert counts == {0: ([4.0, 4.0], 0), 1: ([4.0, 4.0], 1)}
+
+
+def test_an_optimizer_whose_state_comes_with_its_first_step_is_refused():
+    """The state of the others would be longer than what a group that returns expects: gloo ends the process."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.RMSprop(model.parameters())
+    with pytest.raises(UserError, match=r"RMSprop has no state of weight before its first step"):
+        joined(model, optimizer)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    joined(model, optimizer)
+
+
+def test_a_failed_transfer_is_logged_once_and_fails_one_step(caplog):
+    groups = joined(model := torch.nn.Linear(2, 2), torch.optim.Adam(model.parameters()))
+    groups._heal_error = "receiving the state failed"
+    assert not groups.ready()
+    groups.fail()
+    groups.broken = False  # the next meeting
+    assert groups.ready()
+    assert caplog.text.count("receiving the state failed") == 1
+
+
+def test_a_save_that_was_requested_in_a_failed_step_follows_the_next_one(tmp_path, monkeypatch):
+    """A signal counts once, so its request must outlive the step in which ranks agreed on it."""
+    trainer = Trainer(tiny_config(tmp_path, checkpoint__enable=True, checkpoint__interval=100, training__steps=3))
+    trainer.groups = SimpleNamespace(plan=None, fail=lambda: None)
+    step, failures = trainer.stepper.step, [True]
+
+    def meets(groups):
+        trainer._before = dataclasses.replace(trainer.progress)
+        return True
+
+    def fails_once(*arguments, **options):
+        trainer.requests.saves += len(failures)
+        result = step(*arguments, **options)
+        return result._replace(counts=False) if failures and failures.pop() else result
+
+    monkeypatch.setattr(trainer, "_meet", meets)
+    monkeypatch.setattr(trainer.stepper, "step", fails_once)
+    trainer.train()
+    assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-1", "step-3"]
 
 
 def test_a_parameter_without_a_gradient_anywhere_keeps_none():

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline import registry
+from shardline.comm.exposed_time import exposed
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
+from shardline.parallel.data.asynchronous.exchange import waiting
 from shardline.parallel.pipeline.executor import ActionClock
 from shardline.parallel.pipeline.timeline import Action, TimedAction
 from shardline.show.run_files import read_ranks
@@ -143,6 +145,21 @@ def test_a_step_that_failed_leaves_no_reader_of_spans():
     assert not job.spans.enabled
 
 
+def test_a_step_that_is_repeated_has_the_times_of_its_last_attempt(monkeypatch):
+    """A step of a replica group that failed never ended."""
+    monkeypatch.setattr("shardline.telemetry.rank_log.runs_on_host", lambda group, device: True)
+    monkeypatch.setattr(job, "axes", {"world": type("Axis", (), {"group": None})()})
+    parts, clock = StepParts(CPU), ActionClock(CPU)
+    for seconds in (2, 1):
+        parts.begin(0.0)
+        clock.begin()
+        job.spans.add("tp", "all_gather", 0, seconds * 10**9, waiting=True)
+        with clock.around(Action("F", 0, seconds)):
+            pass
+    assert parts.end()["exposed"] == {"tp": 1.0}
+    assert [timed.action for timed in clock.take()] == [Action("F", 0, 1)]
+
+
 # ---- pipelines -------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +168,8 @@ def test_actions_have_their_times_since_1970():
     with clock.around(Action("F", 0, 0)):
         pass
     assert clock.take() == [], "it is off"
-    clock.enabled, before = True, time.time()
+    before = time.time()
+    clock.begin()
     with clock.around(Action("F", 0, 1)):
         time.sleep(0.01)
     (timed,) = clock.take()
@@ -172,3 +190,22 @@ def test_idle_time_is_before_and_between_actions():
     actions = [TimedAction(Action("F", 0, 0), 12.0, 13.0), TimedAction(Action("B", 0, 0), 15.0, 17.0)]
     assert idle_seconds(actions, began=10.0) == pytest.approx(2.0 + 2.0)
     assert idle_seconds([], began=10.0) == 0.0
+
+
+def test_waits_for_other_workers_are_exposed_and_not_idle(monkeypatch):
+    """Those between two contributions; the wait for the step's end comes after the last action."""
+    monkeypatch.setattr("shardline.telemetry.rank_log.runs_on_host", lambda group, device: True)
+    monkeypatch.setattr(job, "axes", {"world": type("Axis", (), {"group": None})()})
+    parts = StepParts(CPU)
+    parts.begin(0.0)
+    exposed.reset()
+    for seconds in (0.02, 0.03):
+        with waiting("ticket"):
+            time.sleep(seconds)
+    row, waited = parts.end(), exposed.take()
+    assert row["exposed"]["workers"] == row["comm"]["workers"] == pytest.approx(waited)
+    assert 0.05 <= waited < row["seconds"]
+    first, second = parts.waits
+    actions = [TimedAction(Action("F", 0, 0), first.end / 1e9 + 1.0, first.end / 1e9 + 2.0)]
+    began = first.start / 1e9
+    assert idle_seconds(actions, began, [first, second._replace(end=second.end + 9 * 10**9)]) == pytest.approx(1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardline.comm.exposed_time import exposed
+from shardline.comm.job import job
+from shardline.comm.spans import now
 from shardline.parallel.data.asynchronous.server import Contribution, ParameterServer
 from shardline.parallel.data.compression import flatten, unflatten
 
+AXIS = "workers"  # in comm_bytes, and in the times of a step
 PUSH, PULL, FIXED = 0.0, 1.0, 6  # kinds of headers; the count of numbers before the sums
 A_DAY = timedelta(days=1)  # wait for any live peer; a connection reports at once that its peer has died
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Use around a wait for other workers: it counts as exposed, in metrics.jsonl and in the rows of this rank."""
+    started = now()
+    yield
+    ended = now()
+    exposed.add((ended - started) / 1e9)
+    for waits in (False, True):
+        job.spans.add(AXIS, what, started, ended, waiting=waits)
 
 
 class Peers:
@@ -75,8 +90,9 @@ class Peers:
             self.sent_bytes += head.nbytes + flat.nbytes
         own = [gradient.detach().float().clone() for gradient in gradients[self.worker]]
         self.server.add(report, own)
-        for work in works:
-            work.wait()
+        with waiting("push"):
+            for work in works:
+                work.wait()
 
     def pull(self, version: int, others: Sequence[int]) -> dict[int, tuple[int, list[Tensor]]]:
         """Request weights of at least this version from these workers' ranks: worker -> (version, weights).
