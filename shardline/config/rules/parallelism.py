@@ -109,6 +109,17 @@ REFUSED: list[Rule] = [
         "the pass that measures the norm would use up what earlier steps have left out",
         remedy='set it to "bfloat16" or "none", training.max_norm = 0, or optimizer.early_step_in_backward = false',
     ),
+    refuse(
+        "parallelism.gradient_compression",
+        lambda c: (
+            is_tensor_parallel(c)
+            and not c.parallelism.enable_sequence_parallel
+            and has_replicas(c)
+            and c.parallelism.gradient_compression in ("int8", "topk")
+        ),
+        "tensor-parallel ranks would round the gradients of norms, which all of them hold, in different ways",
+        remedy='set it to "bfloat16" or "none", or parallelism.enable_sequence_parallel = true',
+    ),
 ]
 
 IDLE: list[Rule] = [

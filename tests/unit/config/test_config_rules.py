@@ -150,6 +150,18 @@ def test_rules_name_real_keys():
             )
             for kind in ("int8", "topk")
         ),
+        *(
+            (
+                {
+                    "parallelism__gradient_compression": kind,
+                    "parallelism__data_parallel_replicate_degree": 2,
+                    "parallelism__tensor_parallel_degree": 2,
+                    "parallelism__enable_sequence_parallel": False,
+                },
+                "parallelism.gradient_compression: tensor-parallel ranks would round",
+            )
+            for kind in ("int8", "topk")
+        ),
         (
             {"parallelism__pipeline_parallel_schedule": "1F2B"},
             "parallelism.pipeline_parallel_schedule: there is no schedule '1F2B', did you mean '1F1B'?",
