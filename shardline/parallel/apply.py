@@ -21,6 +21,7 @@ from shardline.adapters.base_weights import hold_quantized
 from shardline.adapters.freeze import freeze_except
 from shardline.adapters.lora import Adaptation, attach
 from shardline.adapters.peft_files import adaptation_of
+from shardline.adapters.targets import EXPERTS
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout, check_cuda_graphs, check_experts, routes_together
@@ -153,6 +154,24 @@ def _check_trained(model: Decoder, stages: Sequence[Stage]) -> None:
             )
 
 
+def _check_dropout(model: Decoder, tensor: TensorParallel | None, layout: Layout) -> None:
+    """Refuse dropout by which tensor-parallel ranks would change their copies of latent projections differently.
+
+    How many random numbers the experts of a rank draw depends on the tokens that it receives.
+    """
+    how: Adaptation | None = model.adaptation
+    if how is None or not how.dropout or model.arch.latent is None or tensor is None or tensor.sequence_parallel:
+        return
+    latent = any(target.endswith((".wq_a", ".wkv_a")) for target in how.targets)
+    experts = any(EXPERTS in target for target in how.targets)
+    if latent and experts and layout.ep > 1 and not routes_together(layout):
+        raise ConfigError(
+            f"lora.dropout = {how.dropout:g}: tensor-parallel ranks with experts of their own would drop different"
+            " elements before the same latent projections; set it to 0, or set"
+            " parallelism.enable_sequence_parallel = true"
+        )
+
+
 def batches_of_step(config: Config, mesh: Mesh) -> int:
     """The batches with a loss of their own that the samples of a step are cut into: by worker, and by local step."""
     apart = config.parallelism.data_parallel_mode == "async"
@@ -170,6 +189,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     """Transform `model`, which has no memory yet, for this run's layout."""
     check_layout(config, model.arch, mesh.layout)
     done = Applied(tensor_plan(config, mesh.layout))
+    _check_dropout(model, done.tensor, mesh.layout)
     if mesh.layout.cp > 1:
         model.context = context_plan(config, mesh.layout.cp, mesh.coordinates["cp"])
         log.info("%s", describe(model.context, config.training.seq_len))

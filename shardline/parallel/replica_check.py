@@ -22,6 +22,7 @@ from shardline.models.dtensor import local
 from shardline.words import listed, numbered
 
 AXES = ("dp_replicate", "tp")
+OF_EXPERTS = {"replicas": "dp_replicate", "etp": "tp"}  # names of the same ranks in the experts' mesh
 TIED = "tok_embeddings.weight"
 CHUNK = 2**22  # numbers hashed at a time: the copy as int64 stays small
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> type of the same size
@@ -57,7 +58,7 @@ def replicated(model: nn.Module, axis: str) -> list[str]:
     found = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            axes = parameter.device_mesh.mesh_dim_names or ()
+            axes = [OF_EXPERTS.get(dim, dim) for dim in parameter.device_mesh.mesh_dim_names or ()]
             if any(dim == axis and cut == Replicate() for dim, cut in zip(axes, parameter.placements, strict=True)):
                 found.append(name)
     return found

@@ -11,6 +11,8 @@ OFFLOAD = "tests/unit/memory/test_offload.py::test_"
 GRAPHED = "tests/unit/training/test_graphed_model.py::test_"
 DDP = "tests/unit/parallel/test_data_parallel.py::test_"
 THIN = "tests/unit/parallel/test_data_parallel_compression.py::test_"
+STAGES = "tests/unit/parallel/test_stages.py::test_"
+COPIES = "tests/unit/parallel/test_data_parallel_replicas.py::test_"
 FEEDBACK = "tests/unit/parallel/test_data_parallel_feedback.py::test_"
 FSDP = "tests/unit/parallel/test_data_parallel_fsdp.py::test_"
 CHOOSING = "tests/unit/parallel/test_choosing.py::test_"
@@ -136,6 +138,27 @@ WORKERS_APART = [
         "return [*state, *(_named(one, own) for one in trained), *momenta, *self._averages(trained)]",
         "return [*state, *(_named(one, own) for one in trained), *self._averages(trained)]",
         f"{DILOCO}a_resumed_run_is_bitwise_the_uninterrupted_one[layout0-disabled]",
+    ),
+    Change(
+        "workers send weights that all tensor-parallel ranks hold with shards",
+        "parallel/data/diloco.py",
+        '"whole" if is_whole(parameter) else ""',
+        '""',
+        f"{DILOCO}weights_that_all_tensor_parallel_ranks_hold_are_sent_without_shards",
+    ),
+    Change(
+        "copies of experts are not compared",
+        "parallel/replica_check.py",
+        '"replicas": "dp_replicate", ',
+        "",
+        f"{COPIES}experts_are_compared_with_their_copies[layout0-0]",
+    ),
+    Change(
+        "gradients in host memory are swapped as they are",
+        "parallel/pipeline/channels.py",
+        'x = x.to("cpu" if self.staged else self.device)',
+        'x = x.to("cpu") if self.staged else x',
+        f"{STAGES}gradients_in_host_memory_are_swapped_between_gpus",
     ),
     Change(
         "meetings are not counted",

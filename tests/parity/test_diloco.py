@@ -11,18 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardline.comm.fake import fake_group
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.decoder import Decoder
+from shardline.models.flavors import resolve
 from shardline.models.fused_weights import unfuse
 from shardline.optim.lr_schedule import learning_rate
 from shardline.optim.optimizer import build_optimizer
 from shardline.parallel.data.average import BLOCK, Code, average_over
-from shardline.parallel.data.diloco import Rhythm, fragment_of
+from shardline.parallel.data.diloco import Arrived, Rhythm, fragment_of, outer_loop
+from shardline.parallel.tensor.tensor import is_whole
+from shardline.precision.mixed import choose_precision
+from shardline.training.setup import build_model
 from tests.parity import cases
 from tests.parity.cases import Case, case, layers
-from tests.parity.harness import Harness, _chosen_device, _own_logging, _whole
+from tests.parity.harness import MODEL, Harness, _chosen_device, _own_logging, _whole
 from tests.parity.test_checkpoint import SAVED, assert_same, losses, tensors, train_to
 
 MODE = {"parallelism.data_parallel_mode": "diloco"}
@@ -257,6 +262,23 @@ def rounding(x: Tensor, code: Code) -> Tensor:
     if code == "int8":
         return largest / 127 / 2 * 1.02
     return torch.maximum(x.abs() / 16 * 1.07, largest / 448 * 2**-10)
+
+
+def test_weights_that_all_tensor_parallel_ranks_hold_are_sent_without_shards():
+    """They must stay equal, and in 8 bits a number's rounding depends on its neighbours."""
+    keys = {"model.overrides": MODEL, "parallelism.tensor_parallel_degree": 2} | TWO
+    config, cpu = load_config(overrides=keys), torch.device("cpu")
+    arch = resolve(config.model)
+    with fake_group(0, 4):
+        mesh = Mesh(Layout(dp_replicate=2, tp=2), "cpu", apart=True)
+        model, _ = build_model(arch, cpu, choose_precision(config, cpu, True), mesh, config)
+        loop = outer_loop(config, model, arch.n_layers, lambda tensors: Arrived([one * 0 for one in tensors]))
+    whole = {name for name, parameter in model.named_parameters() if is_whole(parameter)}
+    names = [set(fragment.names) for fragment in loop.fragments]
+    assert {len(some & whole) for some in names} == {0, len(whole)} == {0, 2 * arch.n_layers + 1}
+    loop.begin()
+    loop.after_step(1, last=True)
+    assert loop.synchronisations == 1  # of one fragment, in two parts
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

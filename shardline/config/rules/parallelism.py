@@ -6,6 +6,7 @@ from shardline.config.features import is_context_parallel, is_pipelined, is_tens
 from shardline.config.layout import KEYS
 from shardline.config.names import find_schedule
 from shardline.config.rules.experts import splits_experts
+from shardline.config.rules.optimizer import steps_early
 from shardline.config.rules.rule import Rule, below, differs, idle, idle_unless, idle_without, note, refuse
 from shardline.config.rules.workers import has_workers
 from shardline.config.schema import Config
@@ -96,6 +97,28 @@ REFUSED: list[Rule] = [
         lambda c: is_context_parallel(c) and c.parallelism.context_parallel_load_balancer not in (None, *BALANCERS),
         lambda c: f"expected 'headtail' or 'none', got {c.parallelism.context_parallel_load_balancer!r}",
         remedy="'headtail' balances causal masks",
+    ),
+    refuse(
+        "parallelism.gradient_compression",
+        lambda c: (
+            steps_early(c)
+            and c.training.max_norm > 0
+            and has_replicas(c)
+            and c.parallelism.gradient_compression in ("int8", "topk")
+        ),
+        "the pass that measures the norm would use up what earlier steps have left out",
+        remedy='set it to "bfloat16" or "none", training.max_norm = 0, or optimizer.early_step_in_backward = false',
+    ),
+    refuse(
+        "parallelism.gradient_compression",
+        lambda c: (
+            is_tensor_parallel(c)
+            and not c.parallelism.enable_sequence_parallel
+            and has_replicas(c)
+            and c.parallelism.gradient_compression in ("int8", "topk")
+        ),
+        "tensor-parallel ranks would round the gradients of norms, which all of them hold, in different ways",
+        remedy='set it to "bfloat16" or "none", or parallelism.enable_sequence_parallel = true',
     ),
 ]
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardline.config.schema import Config
 from shardline.models.dtensor import local
+from shardline.parallel.tensor.tensor import is_whole
 
 EMBEDDING, LAYERS = "tok_embeddings.", "layers."
 
@@ -87,7 +88,7 @@ class Rhythm(NamedTuple):
 
 @dataclass
 class Fragment:
-    """This rank's parameters that are sent together: the worker's own and the global ones."""
+    """This rank's parameters that are sent together, a fragment or a part of one: the worker's own and global ones."""
 
     number: int
     names: list[str]
@@ -167,7 +168,8 @@ class OuterLoop:
         averages = fragment.sent.wait()
         self.waited += time.perf_counter() - started
         changes = [average.to(value.dtype) for average, value in zip(averages, fragment.values, strict=True)]
-        self.synchronisations += 1
+        if fragment is self._of(fragment.number)[0]:  # a fragment may be sent in several parts
+            self.synchronisations += 1
         self.seconds += fragment.sent.seconds
         fragment.sent, fragment.applied_at = None, step
         self.outer.take(fragment.values, fragment.momenta, changes)
@@ -201,7 +203,9 @@ def outer_loop(
 ) -> OuterLoop:
     """Build the outer loop that a config describes, for this rank's part of a model with `layers` layers.
 
-    Two pipeline ranks hold the parameters in `alone`. Each of these is sent by itself, so that both get the same bits.
+    In 8 bits, a number's rounding depends on its neighbours, and copies of a parameter must get the same bits. So each
+    of those in `alone`, which two pipeline ranks hold, is sent by itself, and those that all tensor-parallel ranks hold
+    are sent without shards.
     """
     section = config.fault_tolerance
     plain = section.semi_sync_method == "local_sgd"
@@ -210,7 +214,8 @@ def outer_loop(
     groups: dict[tuple[int, str], dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = fragment_of(name, layers, count), name if id(parameter) in apart else ""
+            kind = name if id(parameter) in apart else "whole" if is_whole(parameter) else ""
+            group = fragment_of(name, layers, count), kind
             groups.setdefault(group, {})[name] = local(parameter.detach())
     fragments = [Fragment(number, list(held), list(held.values())) for (number, _), held in sorted_groups(groups)]
     rhythm = Rhythm(section.sync_steps, count, section.fragment_sync_delay)
@@ -220,7 +225,7 @@ def outer_loop(
 def sorted_groups(
     groups: Mapping[tuple[int, str], dict[str, Tensor]],
 ) -> list[tuple[tuple[int, str], dict[str, Tensor]]]:
-    """Sort groups by the number of their fragment; within a fragment, parameters that are sent alone come last."""
+    """Sort groups by the number of their fragment; within a fragment, parameters that are sent apart come last."""
     return sorted(groups.items(), key=lambda item: item[0])
 
 

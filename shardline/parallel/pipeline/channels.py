@@ -113,7 +113,7 @@ class Channel:
     def send(self, x: Tensor, what: object) -> PendingMessage:
         x = x.detach().contiguous()
         call = self._issue(what, x.shape, x.dtype, x.nbytes)
-        x = x.to("cpu") if self.staged else x
+        x = x.to("cpu" if self.staged else self.device)  # with CPU offload, gradients are in host memory
         return PendingMessage(self, self._isend(x), x, call)
 
     def receive(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> PendingMessage:
@@ -173,12 +173,12 @@ class Channels:
                 channel.on_host = channel.always_on_host
 
     def swap(self, x: Tensor, peer: int, what: str) -> Tensor:
-        """Send x to the peer and return the tensor of the same shape received from it."""
+        """Send x to the peer and return the tensor of the same shape received from it, on the device of x."""
         coming = self.by_pair[peer, self.rank].receive(what, x.shape, x.dtype)
         sent = self.by_pair[self.rank, peer].send(x, what)
         received = coming.arrive()
         sent.wait()
-        return received
+        return received.to(x.device)
 
 
 class Transfers:

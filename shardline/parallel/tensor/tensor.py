@@ -370,7 +370,7 @@ def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Param
     of_heads = HEADS_NORMS if model.arch.latent is None else ()
     found = []
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or not _is_whole(parameter):
+        if not parameter.requires_grad or not is_whole(parameter):
             continue
         of_some = any(part in name for part in (".wkv.", ".router.", ".experts.w2.bias", *of_heads))
         of_some = of_some or _is_beside_a_cut(name, plan, model.arch)
@@ -387,9 +387,10 @@ def _is_beside_a_cut(name: str, plan: TensorParallel, arch: Architecture) -> boo
     return placement(f"{module}.weight", plan, arch) != Replicate()
 
 
-def _is_whole(parameter: nn.Parameter) -> bool:
+def is_whole(parameter: nn.Parameter) -> bool:
     """Whether the ranks of tp hold a parameter whole; parameters of experts have `etp` instead of tp, or neither."""
-    assert isinstance(parameter, DTensor)
+    if not isinstance(parameter, DTensor):
+        return False
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
     return any(axis in ("tp", "etp") and cut == Replicate() for axis, cut in axes)
 

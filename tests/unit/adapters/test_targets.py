@@ -1,7 +1,9 @@
 """Names of targets: ours and Hugging Face's, endings and expressions; a name that means nothing is an error."""
 
+import contextlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +12,17 @@ import torch
 from shardline.adapters.lora import adaptation, attach, more_flops
 from shardline.adapters.targets import adaptable, chosen_targets, saved_modules
 from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.config.schema import Lora
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
+from shardline.models.flavors import resolve
 from shardline.models.fused_weights import parameter_count
 from shardline.models.huggingface.config import architecture_from_hf
+from shardline.parallel.apply import _check_dropout
 from shardline.parallel.tensor.async_tp import beside_products
+from shardline.parallel.tensor.tensor import TensorParallel
 
 ARCH = Architecture(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64)
 ATTENTION = ["wq", "wk", "wv", "wo"]
@@ -147,3 +153,17 @@ def test_a_model_of_transformers_has_its_own_names(tmp_path: Path) -> None:
     write_tiny("olmoe", tmp_path / "olmoe")
     with pytest.raises(ConfigError, match="'experts' is not a linear layer"):
         chosen_targets(architecture_from_hf(tmp_path / "olmoe"), ["experts"], None)
+
+
+@pytest.mark.parametrize("targets", [["experts", "wkv_a"], ["experts", "wkv_b"], ["wkv_a", "wo"]])
+def test_dropout_that_would_part_copies_of_latent_projections_is_refused(targets: list[str]) -> None:
+    """Experts draw random numbers for the tokens that they receive, which differ between tensor-parallel ranks."""
+    arch = resolve(load_config(overrides={"model.name": "deepseek_v3", "model.flavor": "debugmodel"}).model)
+    how = adaptation(Lora(enable=True, target_modules=targets, dropout=0.1), arch)
+    model: Any = SimpleNamespace(arch=arch, adaptation=how)
+    tensor, layout = TensorParallel(2, False, True), Layout(tp=2, ep=2)
+    refused = pytest.raises(ConfigError, match=r"lora\.dropout = 0\.1")
+    with refused if targets == ["experts", "wkv_a"] else contextlib.nullcontext():
+        _check_dropout(model, tensor, layout)
+    _check_dropout(model, tensor._replace(sequence_parallel=True), layout)
+    _check_dropout(model, tensor, Layout(dp_shard=2, tp=2, ep=2, etp=2))

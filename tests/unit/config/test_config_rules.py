@@ -137,6 +137,31 @@ def test_rules_name_real_keys():
             )
             for kind in ("int8", "topk", "powersgd")
         ),
+        *(
+            (
+                {
+                    "parallelism__gradient_compression": kind,
+                    "parallelism__data_parallel_replicate_degree": 2,
+                    "parallelism__data_parallel_shard_degree": 2,
+                    "optimizer__early_step_in_backward": True,
+                    "optimizer__early_step_clipping": "two_pass",
+                },
+                "parallelism.gradient_compression: the pass that measures the norm would use up",
+            )
+            for kind in ("int8", "topk")
+        ),
+        *(
+            (
+                {
+                    "parallelism__gradient_compression": kind,
+                    "parallelism__data_parallel_replicate_degree": 2,
+                    "parallelism__tensor_parallel_degree": 2,
+                    "parallelism__enable_sequence_parallel": False,
+                },
+                "parallelism.gradient_compression: tensor-parallel ranks would round",
+            )
+            for kind in ("int8", "topk")
+        ),
         (
             {"parallelism__pipeline_parallel_schedule": "1F2B"},
             "parallelism.pipeline_parallel_schedule: there is no schedule '1F2B', did you mean '1F1B'?",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardline.comm.fake import fake_group
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
@@ -13,17 +14,18 @@ from shardline.errors import UserError
 from shardline.models.dtensor import local
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.parallel.replica_check import CHUNK, check_replicas, fingerprint
+from shardline.parallel.replica_check import CHUNK, check_replicas, fingerprint, replicated
 from shardline.precision.mixed import choose_precision
 from shardline.training.setup import build_model
+from tests.parity.cases import BIASES, EXPERTS
 from tests.parity.harness import MODEL
 from tests.unit.parallel.test_data_parallel import ranks
 
 CPU = torch.device("cpu")
 
 
-def build(layout: Layout):
-    config = load_config(overrides={"model.overrides": MODEL})
+def build(layout: Layout, **changes):
+    config = load_config(overrides={"model.overrides": MODEL | changes})
     mesh = Mesh(layout, "cpu")
     model, _ = build_model(resolve(config.model), CPU, choose_precision(config, CPU, True), mesh, config)
     init_weights(model, 0)
@@ -76,6 +78,20 @@ def test_equal_copies_pass_and_cost_little(layout):
 
 def test_a_shard_of_its_own_is_compared_with_nobody():
     assert ranks().run(2, check_after_flip, Layout(dp_shard=2), "norm.weight", 1) == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("layout", "over_tp"),
+    [(Layout(dp_replicate=2, tp=2, ep=2), 0), (Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2, etp=2), 2)],
+)
+def test_experts_are_compared_with_their_copies(layout, over_tp):
+    """The axes of their mesh have other names."""
+    with fake_group(0, layout.world_size):
+        model, _ = build(layout, **EXPERTS["model.overrides"], **BIASES["model.overrides"])
+        here = [name for name in replicated(model, "dp_replicate") if ".experts." in name]
+        shared = [name for name in replicated(model, "tp") if ".experts." in name]
+    assert len(here) == 4 * model.arch.n_layers  # two weights and two biases
+    assert len(shared) == over_tp  # the biases of products back, one in each layer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
@@ -19,7 +20,7 @@ from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder, Stage
 from shardline.models.flavors import resolve
 from shardline.parallel.apply import _check_trained
-from shardline.parallel.pipeline.channels import messages_of
+from shardline.parallel.pipeline.channels import Channel, Channels, messages_of
 from shardline.parallel.pipeline.schedules import build_schedule
 from shardline.parallel.pipeline.stages import (
     balanced_layers,
@@ -312,3 +313,28 @@ def test_a_stage_without_anything_to_train_is_refused(stages, patterns, refused)
         return
     with pytest.raises(ConfigError, match=rf"\({refused}\) has no weight to train"):
         _check_trained(model, stages)
+
+
+class Wire:
+    """A message that is there at once."""
+
+    def wait(self):
+        pass
+
+
+def test_gradients_in_host_memory_are_swapped_between_gpus():
+    """With CPU offload the gradient of a tied embedding is in host memory, and NCCL's receive is on the GPU."""
+    sent = []
+
+    def channel():
+        made = object.__new__(Channel)
+        made.device, made.name, made.on_host = torch.device("cuda", 0), "pp", False
+        made._isend, made._irecv = lambda x: sent.append(x) or Wire(), lambda x: Wire()
+        return made
+
+    both = object.__new__(Channels)
+    both.rank, both.by_pair = 0, {(0, 1): channel(), (1, 0): channel()}
+    with FakeTensorMode():
+        received = both.swap(torch.ones(4), 1, "tied embedding's gradient")
+    assert [x.device.type for x in sent] == ["cuda"]
+    assert received.device.type == "cpu"
