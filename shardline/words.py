@@ -100,11 +100,16 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
+def width_of(stream: TextIO) -> int | None:
+    """The columns of a terminal; None for a pipe or a file, whose lines may have any length."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
 def for_stream(text: str, stream: TextIO) -> str:
     """The text as it is, or wrapped where the stream is a terminal."""
-    if not stream.isatty():
+    width = width_of(stream)
+    if width is None:
         return text
-    width = shutil.get_terminal_size().columns
     return "\n".join(_broken(text, width)) if isinstance(text, ShellCommand) else wrapped(text, width)
 
 

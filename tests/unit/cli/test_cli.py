@@ -125,6 +125,24 @@ def test_help_states_defaults_of_nothing_too(run):
     assert "Seed of the sampling. Default: 0." in out
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_help_on_a_terminal_breaks_lines_between_words(run, monkeypatch, width):
+    helps = [["--help"], *([*name.split(), "--help"] for name in COMMANDS)]
+    whole = [" ".join(run(*words)[1].split()) for words in helps]
+    monkeypatch.setattr("shardline.cli.main.width_of", lambda stream: width)
+    for words, text in zip(helps, whole, strict=True):
+        lines = run(*words)[1].splitlines()
+        assert " ".join(word for line in lines for word in line.removesuffix(" \\").split()) == text
+        assert all(len(line) <= width or width < 80 for line in lines), words
+
+
+@pytest.mark.parametrize("words", [[], ["--resume"], ["--nproc", "2"]])
+def test_training_nothing_in_particular_is_refused(run, words):
+    code, out, err = run("train", *words)
+    assert (code, out) == (2, "")
+    assert "--preset demo" in err
+
+
 def test_debug_shows_the_traceback(run):
     code, _, err = run("config", "--training.steps=0", "--debug")
     assert code == 2
