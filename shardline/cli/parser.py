@@ -10,7 +10,7 @@ from typing import Any
 
 from shardline.errors import UserError
 from shardline.registry import nearest
-from shardline.words import ShellCommand, TableRows, password_problem, table_lines, wrapped
+from shardline.words import ShellCommand, TableRows, flowing, password_problem, table_lines, wrapped
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ def help_text(command: Command, width: int | None = None) -> str:
     usage = ["shardline", command.name, *command.positionals]
     usage += ["[--section.key=value ...]"] if command.config_flags else []
     lines = [f"usage: {' '.join([*usage, '[options]'])}", "", command.summary]
-    if command.details:  # lines of the source that end inside a sentence flow on
-        lines += ["", command.details if width is None else re.sub(r"(?<![.:\n])\n(?!\n)", " ", command.details)]
+    if command.details:
+        lines += ["", command.details if width is None else flowing(command.details)]
     lines = lines if width is None else [wrapped(line, width) for line in lines]
     lines += ["", "options:", *help_rows([_help_row(option) for option in (*command.options, *COMMON)], width)]
     examples = [("", ShellCommand(example)) for example in command.examples]
@@ -198,4 +198,6 @@ def _check_positionals(command: Command, given: list[str]) -> None:
             )
     if len(given) > len(command.positionals) and not command.takes_several:
         extra = given[len(command.positionals)]
-        raise UserError(f"shardline {command.name}: unexpected argument {extra!r}")
+        is_key = command.config_flags and re.match(r"[a-z_]+\.[\w.]+=", extra)
+        hint = f", did you mean '--{extra}'?" if is_key else ""
+        raise UserError(f"shardline {command.name}: unexpected argument {extra!r}{hint}")

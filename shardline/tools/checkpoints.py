@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json as json_format
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardline.checkpoint.format import LEFTOVERS, MANIFEST, Found, Saved, TensorSummary, choose, find
 from shardline.storage.location import locate
 from shardline.storage.progress import Progress
-from shardline.words import counted, listed, sized
+from shardline.words import counted, listed, sized, to_stderr
 
 
 def ls(path: str, json: bool = False) -> int:
@@ -42,13 +41,13 @@ def verify(path: str, step: int | None = None, json: bool = False) -> int:
                 _print_json([{"step": found.step, "path": str(found.place), "whole": not problems, "problems": rows}])
                 continue
             for problem in problems:
-                print(problem, file=sys.stderr)
+                to_stderr(problem)
             if problems or found.saved is None:
                 print(f"{found.place}: broken")
             else:
                 print(f"{found.place}: whole ({counted(len(found.saved.files), 'file')}, {sized(found.saved.size)})")
     if broken and not json:
-        print(f"error: {broken} of {len(chosen)} checkpoints cannot be relied on", file=sys.stderr)
+        to_stderr(f"error: {broken} of {len(chosen)} checkpoints cannot be relied on")
     return 2 if broken else 0
 
 

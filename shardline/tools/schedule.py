@@ -28,7 +28,7 @@ from shardline.parallel.pipeline.schedules import (
     warnings,
 )
 from shardline.parallel.pipeline.timeline import ACTION_KINDS, Schedule, Timeline, in_flight, simulate
-from shardline.words import counted, ranges, sized
+from shardline.words import counted, ranges, sized, to_stderr
 
 if TYPE_CHECKING:  # these import torch, which a schedule without a config does not need
     from shardline.config.schema import Config
@@ -91,7 +91,7 @@ def command(
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print(report(found, timeline, shutil.get_terminal_size((120, 24)).columns, color, costs))
     for warning in warnings(found):
-        print(f"warning: {warning}", file=sys.stderr)
+        to_stderr(f"warning: {warning}")
     return 0
 
 
@@ -125,7 +125,7 @@ def _all_schedules(
         try:
             yield build_schedule(name, ranks, microbatches, count), model and model.costs(ranks * count)
         except ConfigError as error:
-            print(f"note: {name} is left out: {error}", file=sys.stderr)
+            to_stderr(f"note: {name} is left out: {error}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -78,6 +78,7 @@ def test_each_command_explains_itself(run, name):
         (["data", "prepar"], "did you mean 'prepare'?"),
         (["train", "--resme"], "there is no option --resme, did you mean '--resume'?"),
         (["train", "--steps=3"], "did you mean '--training.steps'?"),
+        (["train", "a.toml", "training.steps=3"], "argument 'training.steps=3', did you mean '--training.steps=3'?"),
         (["train", "--nproc", "many"], "--nproc: expected a whole number, 1 or more, got 'many'"),
         (["train", "--nproc=0"], "--nproc: expected a whole number, 1 or more, got '0'"),
         (["train", "--resume=maybe"], "--resume is a switch"),
@@ -127,9 +128,10 @@ def test_help_states_defaults_of_nothing_too(run):
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_help_on_a_terminal_breaks_lines_between_words(run, monkeypatch, width):
-    helps = [["--help"], *([*name.split(), "--help"] for name in COMMANDS)]
+    helps = [["--help"], ["config", "--presets"], *([*name.split(), "--help"] for name in COMMANDS)]
     whole = [" ".join(run(*words)[1].split()) for words in helps]
-    monkeypatch.setattr("shardline.cli.main.width_of", lambda stream: width)
+    for module in ("main", "commands"):
+        monkeypatch.setattr(f"shardline.cli.{module}.width_of", lambda stream: width)
     for words, text in zip(helps, whole, strict=True):
         lines = run(*words)[1].splitlines()
         assert " ".join(word for line in lines for word in line.removesuffix(" \\").split()) == text
