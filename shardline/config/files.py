@@ -264,7 +264,8 @@ def _parse_yaml(path: str, text: str, repeated: dict[str, int]) -> tuple[dict[st
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{place}: not valid YAML: {error.problem or error.context}") from None
+        hint = " (YAML indents with spaces, not with tabs)" if "'\\t'" in str(error.problem) else ""
+        raise ConfigError(f"{path}{place}: not valid YAML: {error.problem or error.context}{hint}") from None
     except (yaml.YAMLError, ValueError, OverflowError, TypeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     finally:

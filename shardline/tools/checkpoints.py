@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json as json_format
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardline.checkpoint.format import LEFTOVERS, MANIFEST, Found, Saved, TensorSummary, choose, find
 from shardline.storage.location import locate
 from shardline.storage.progress import Progress
-from shardline.words import counted, listed, sized, to_stderr
+from shardline.words import counted, listed, sized, table_lines, to_stderr, width_of
 
 
 def ls(path: str, json: bool = False) -> int:
@@ -58,7 +59,8 @@ def show(path: str, tensors: bool = False, json: bool = False) -> int:
     if json:
         _print_json([_described(saved, stored, tensors)])
         return 0
-    _print_table(list(_summary(saved, stored).items()))
+    for left, right in table_lines(list(_summary(saved, stored).items()), width_of(sys.stdout)):
+        print(left + right)
     if tensors:
         print()
         rows = [

@@ -335,6 +335,7 @@ def test_an_empty_yaml_override_leaves_the_flavors_own_value(write):
         ("training:\n  steps: '5'\n", "bad.yaml:2: training.steps: expected a whole number, 1 or more, got '5'"),
         ("training:\n  steps: 5\n  steps: 6\n", "bad.yaml:3: training.steps: given twice, first on line 2"),
         ("training: [1\n", "bad.yaml:2: not valid YAML"),
+        ("training:\n\tsteps: 3\n", "token (YAML indents with spaces, not with tabs)"),
         ("- 1\n", "expected sections with keys"),
         ("training: 2024-99-99\n", "not valid YAML"),
         ("a: &a {b: *a}\n", "its aliases stand for a value that contains them"),
