@@ -42,7 +42,7 @@ def verify(path: str, step: int | None = None, json: bool = False) -> int:
                 _print_json([{"step": found.step, "path": str(found.place), "whole": not problems, "problems": rows}])
                 continue
             for problem in problems:
-                to_stderr(problem)
+                to_stderr(str(problem))
             if problems or found.saved is None:
                 print(f"{found.place}: broken")
             else:

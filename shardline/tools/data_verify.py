@@ -20,7 +20,7 @@ def verify(path: str) -> int:
     with Progress("read", sum(sizes)) as progress:
         problems = store.find_damage(progress.advance)
     for problem in problems:
-        to_stderr(problem)
+        to_stderr(str(problem))
     if problems:
         to_stderr(f"error: {path} cannot be relied on: {AGAIN}")
         return 2
