@@ -15,7 +15,7 @@ from shardline.config.write import toml_value
 from shardline.errors import UserError
 from shardline.json_text import parse_json
 from shardline.registry import nearest
-from shardline.words import to_stderr
+from shardline.words import for_stream, to_stderr
 
 GOALS = ("pretrain", "finetune", "lora")
 RECORDS = {"messages": "chat_template", "instruction": "alpaca"}  # field of a record -> its type
@@ -101,7 +101,8 @@ def _default(question: Question, found: Mapping[str, str]) -> str:
 
 
 def _asked(number: int, question: Question, default: str) -> str:
-    print(f"{number}/{len(QUESTIONS)} {question.text} [{default}]: ", end="", file=sys.stderr, flush=True)
+    text = f"{number}/{len(QUESTIONS)} {question.text} [{default}]:"
+    print(for_stream(text, sys.stderr), end=" ", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not sys.stdin.isatty():
         print(line.rstrip("\n"), file=sys.stderr)
