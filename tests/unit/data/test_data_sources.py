@@ -168,7 +168,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         read(tmp_path / "d.pdf")
     with pytest.raises(UserError, match=r"no file matches '.*\*.jsonl'"):
         read(tmp_path / "*.jsonl")
-    with pytest.raises(UserError, match=r"there is no file or folder 'owner/name'.*dataset = 'owner/name'"):
+    with pytest.raises(UserError, match=r"there is no file or folder 'owner/name' in /.*dataset = 'owner/name'"):
         read("owner/name")
 
 
