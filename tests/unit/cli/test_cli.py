@@ -47,6 +47,7 @@ def test_a_real_model_is_not_trained_on_generated_text_unasked(run, tmp_path, mo
         code, _, err = run("train", *words)
         assert code == 2
         assert "training.dataset: no data is named" in err
+        assert "pass --training.dataset_path=PATH, or add two lines" in err
         assert '[training]\n         dataset_path = "data/*.jsonl"' in err
 
 
