@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TextIO
@@ -100,12 +101,27 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
+def flowing(text: str) -> str:
+    """Join lines of a source that end inside a sentence."""
+    return re.sub(r"(?<![.:\n])\n(?!\n)", " ", text)
+
+
+def width_of(stream: TextIO) -> int | None:
+    """The columns of a terminal; None for a pipe or a file, whose lines may have any length."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
 def for_stream(text: str, stream: TextIO) -> str:
     """The text as it is, or wrapped where the stream is a terminal."""
-    if not stream.isatty():
+    width = width_of(stream)
+    if width is None:
         return text
-    width = shutil.get_terminal_size().columns
     return "\n".join(_broken(text, width)) if isinstance(text, ShellCommand) else wrapped(text, width)
+
+
+def to_stderr(text: str) -> None:
+    """Print a message, wrapped on a terminal."""
+    print(for_stream(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def fitted(parts: Sequence[Part], width: int) -> str:

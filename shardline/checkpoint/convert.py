@@ -62,6 +62,10 @@ def import_model(
     assets: Path | None
     if is_dcp_folder(folder):
         tensors, assets = _open_dcp(folder, trust_pickle, config)
+    elif _is_ours(folder):
+        raise UserError(
+            f"{folder} is a run or a checkpoint of Shardline; `shardline export` makes a Hugging Face folder of it"
+        )
     else:
         tensors, assets = _open_hf(folder, trust_pickle, config), folder
     architecture = tensors.arch
@@ -207,6 +211,12 @@ def size_of(text: str) -> int:
     if size < 1:
         raise UserError(f"--max-shard-size {text}: expected a size such as 5GB, 500MB or 2GiB")
     return size
+
+
+def _is_ours(folder: Path) -> bool:
+    return not (folder / "config.json").exists() and any(
+        (folder / name).exists() for name in (files.MANIFEST, "checkpoint")
+    )
 
 
 def _find(path: Path) -> files.Saved:

@@ -32,6 +32,7 @@ from shardline.storage.crash_points import reach
 from shardline.storage.location import Location, locate
 from shardline.storage.manifest import check_manifest
 from shardline.storage.safetensors import Entry, HeaderRow, header_of, name_of_type, write_tensors
+from shardline.words import listed
 
 if TYPE_CHECKING:
     from shardline.checkpoint.reader import ShardFiles, TensorView
@@ -302,7 +303,10 @@ def find(where: Location) -> tuple[Location, list[Found]]:
         found = list_folder(folder, leftovers=True)
         if found:
             return folder, found
-    raise UserError(f"{where} holds no checkpoint" if where.exists() else f"{where} does not exist")
+    if not where.exists():
+        raise UserError(f"{where} does not exist")
+    runs = [] if where.local is None else sorted(str(folder.parent) for folder in where.local.glob("*/checkpoint"))
+    raise UserError(f"{where} holds no checkpoint" + (f" itself; name a run: {listed(runs, 3)}" if runs else ""))
 
 
 def find_checkpoint(where: Location | Path, step: int = -1) -> Saved:

@@ -35,6 +35,7 @@ from shardline.cli.measure import (
 from shardline.cli.parser import Command, Option, Parsed
 from shardline.config.files import is_preset, preset_lines
 from shardline.errors import UserError
+from shardline.words import flowing, for_stream, table_lines, to_stderr, width_of
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -58,6 +59,11 @@ def _train_here(parsed: Parsed) -> int:
         raise UserError("--resume continues a run and --overwrite moves it aside: use only one of them")
     if options.world_size is not None and not options.dry_run:
         raise UserError("--world-size is for --dry-run; --nproc starts processes")
+    if not (parsed.positionals or parsed.flags or "RANK" in os.environ):
+        raise UserError(
+            "shardline train: nothing says what to train; name a config file (`shardline init` writes one), a preset"
+            " (--preset demo) or keys (--training.steps 100)"
+        )
     config = load(parsed.file, parsed.flags, check_model=True, download=True)
     with placing(config):
         if not options.dry_run:
@@ -81,8 +87,11 @@ def _config(parsed: Parsed) -> int:
         print(compatibility_page(), end="")
         return 0
     if parsed.options["presets"]:
+        width = width_of(sys.stdout)
         for name, lines in preset_lines():
-            print(name, *lines, sep="\n  ")
+            text = "\n".join(lines) if width is None else flowing("\n".join(lines))
+            rows = [("", line) for line in text.split("\n")]
+            print(name, *(left + right for left, right in table_lines(rows, width)), sep="\n")
         return 0
     if parsed.options["commands"]:
         from shardline.cli.page import commands_page
@@ -104,11 +113,14 @@ def _config(parsed: Parsed) -> int:
         if parsed.positionals or parsed.flags:
             raise UserError("shardline config --diff A B compares two files or presets and takes nothing else")
         a, b = (_file_or_preset(name) for name in parsed.options["diff"])
-        print(diff(a, b), end="")
+        text = diff(a, b)
+        print(for_stream(text, sys.stdout), end="")
+        if not text:
+            to_stderr("no key differs")
         return 0
     config = load(parsed.file, parsed.flags, check_model=True)
     for note in (*config.alias_notes, *notes(config)):
-        print(f"note: {note}", file=sys.stderr)
+        to_stderr(f"note: {note}")
     print(to_toml(config, comments=parsed.options["comments"], sources=True), end="")
     return 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from shardline.cli.parser import Option
 from shardline.config.files import preset_names
 from shardline.config.names import DTYPES
 from shardline.errors import UserError
+from shardline.words import to_stderr
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -72,7 +72,7 @@ def _check_model(config: Config, download: bool) -> Config:
     if download:
         config = downloaded(config, weights=False, data=False)
     elif name is not None and name.folder is None:
-        print(f"note: {name} is a model on the Hub, which `shardline train` downloads: not checked", file=sys.stderr)
+        to_stderr(f"note: {name} is a model on the Hub, which `shardline train` downloads: not checked")
         return config
     if pending(config).keys() & {"model.name", "model.flavor"}:
         return config

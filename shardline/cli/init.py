@@ -15,6 +15,7 @@ from shardline.config.write import toml_value
 from shardline.errors import UserError
 from shardline.json_text import parse_json
 from shardline.registry import nearest
+from shardline.words import for_stream, to_stderr
 
 GOALS = ("pretrain", "finetune", "lora")
 RECORDS = {"messages": "chat_template", "instruction": "alpaca"}  # field of a record -> its type
@@ -80,7 +81,7 @@ def answers(given: Mapping[str, str | None]) -> dict[str, str]:
             if problem and not sys.stdin.isatty():
                 raise UserError(problem)
             if problem:
-                print(problem, file=sys.stderr)
+                to_stderr(problem)
                 value = None
         if problem := _problem(question.key, value):
             raise UserError(problem)
@@ -100,7 +101,8 @@ def _default(question: Question, found: Mapping[str, str]) -> str:
 
 
 def _asked(number: int, question: Question, default: str) -> str:
-    print(f"{number}/{len(QUESTIONS)} {question.text} [{default}]: ", end="", file=sys.stderr, flush=True)
+    text = f"{number}/{len(QUESTIONS)} {question.text} [{default}]:"
+    print(for_stream(text, sys.stderr), end=" ", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not sys.stdin.isatty():
         print(line.rstrip("\n"), file=sys.stderr)

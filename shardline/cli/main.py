@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardline.cli.commands import COMMANDS
-from shardline.cli.parser import help_text, parse
+from shardline.cli.parser import help_rows, help_text, parse
 from shardline.config.names import PROGRAM_VARIABLE
 from shardline.errors import UserError
 from shardline.registry import nearest
-from shardline.words import for_stream, masked, printable
+from shardline.words import for_stream, masked, printable, width_of
 
 
 def program(words: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def dispatch(given: Sequence[str]) -> int:
     while words[:1] == ["--debug"]:
         words = words[1:]
     if not words or words[0] in ("--help", "-h", "help"):
-        print(_overview())
+        print(_overview(width_of(sys.stdout)))
         return 0
     if words[0] in ("--version", "-V", "version"):
         from shardline import __version__
@@ -95,7 +95,7 @@ def dispatch(given: Sequence[str]) -> int:
     seconds = [known.partition(" ")[2] for known in COMMANDS if known.startswith(f"{name} ")]  # of two-word commands
     if seconds:
         if rest[:1] in ([], ["--help"], ["-h"]):
-            print("\n\n".join(help_text(COMMANDS[f"{name} {second}"]) for second in seconds))
+            print("\n\n".join(help_text(COMMANDS[f"{name} {second}"], width_of(sys.stdout)) for second in seconds))
             return 0
         if rest[0] not in seconds:
             close = nearest(rest[0], seconds)
@@ -107,14 +107,13 @@ def dispatch(given: Sequence[str]) -> int:
     command = COMMANDS[name]
     parsed = parse(command, rest)
     if parsed.options["help"]:
-        print(help_text(command))
+        print(help_text(command, width_of(sys.stdout)))
         return 0
     return command(parsed)
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+def _overview(width: int | None) -> str:
+    rows = "\n".join(help_rows([(name, command.summary) for name, command in COMMANDS.items()], width))
     return f"""\
 usage: shardline COMMAND [options]
 

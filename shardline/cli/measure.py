@@ -112,7 +112,7 @@ _BENCH_DTYPE = Option(
     "dtype", f"{', '.join(DTYPES)}; unset: bfloat16 on a GPU, else float32.", str, "TYPE", choices=DTYPES
 )
 _CARRIERS = ("all_to_all", "symmetric")
-_OPS = "all_reduce,all_gather,reduce_scatter,all_to_all,p2p"
+_OPS = "all_reduce, all_gather, reduce_scatter, all_to_all, p2p"
 BENCH_COMM = Command(
     "bench comm",
     "Measure the speed of collectives over one mesh axis, by size.",

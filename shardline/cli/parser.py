@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.errors import UserError
 from shardline.registry import nearest
-from shardline.words import password_problem
+from shardline.words import ShellCommand, TableRows, flowing, password_problem, table_lines, wrapped
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,27 @@ def parse(command: Command, words: Sequence[str]) -> Parsed:
     return parsed
 
 
-def help_text(command: Command) -> str:
+def help_text(command: Command, width: int | None = None) -> str:
+    """The help, in `width` columns if that is given."""
     usage = ["shardline", command.name, *command.positionals]
     usage += ["[--section.key=value ...]"] if command.config_flags else []
     lines = [f"usage: {' '.join([*usage, '[options]'])}", "", command.summary]
-    lines += ["", command.details] if command.details else []
-    rows = [_help_row(option) for option in (*command.options, *COMMON)]
-    width = max(len(left) for left, _ in rows)
-    lines += ["", "options:", *(f"  {left:<{width}}  {right}" for left, right in rows)]
-    lines += ["", "examples:", *(f"  {example}" for example in command.examples)] if command.examples else []
+    if command.details:
+        lines += ["", command.details if width is None else flowing(command.details)]
+    lines = lines if width is None else [wrapped(line, width) for line in lines]
+    lines += ["", "options:", *help_rows([_help_row(option) for option in (*command.options, *COMMON)], width)]
+    examples = [("", ShellCommand(example)) for example in command.examples]
+    lines += ["", "examples:", *_joined(examples, width)] if examples else []
     return "\n".join(lines)
+
+
+def help_rows(rows: Sequence[tuple[str, str]], width: int | None) -> list[str]:
+    """Indented lines of a name and its text."""
+    return _joined([(f"  {left}", right) for left, right in rows], width)
+
+
+def _joined(rows: TableRows, width: int | None) -> list[str]:
+    return [left + right for left, right in table_lines(rows, width)]
 
 
 def _help_row(option: Option) -> tuple[str, str]:
@@ -186,4 +198,6 @@ def _check_positionals(command: Command, given: list[str]) -> None:
             )
     if len(given) > len(command.positionals) and not command.takes_several:
         extra = given[len(command.positionals)]
-        raise UserError(f"shardline {command.name}: unexpected argument {extra!r}")
+        is_key = command.config_flags and re.match(r"[a-z_]+\.[\w.]+=", extra)
+        hint = f", did you mean '--{extra}'?" if is_key else ""
+        raise UserError(f"shardline {command.name}: unexpected argument {extra!r}{hint}")

@@ -120,13 +120,18 @@ def _read_text(path: str) -> str:
 def _missing(path: str) -> str:
     if is_preset(Path(path).name):
         return f"{path}: there is no such file; the preset of that name is --preset {preset_path(Path(path).name).stem}"
+    if re.match(r"[a-z_]+\.[\w.]+=", path):
+        return f"{path}: there is no such file; a key needs two dashes: --{path}"
     folder = Path(path).parent
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return f"{path}: there is no such file{nearest(Path(path).name, names)}"
 
 
 def _inside(path: str) -> str:
-    return f", such as {Path(path) / 'config.toml'}" if (Path(path) / "config.toml").is_file() else ""
+    if (Path(path) / "config.toml").is_file():
+        return f", such as {Path(path) / 'config.toml'}"
+    is_model = (Path(path) / "config.json").is_file()
+    return f"; for a Hugging Face model: --preset finetune --model.hf_assets_path {path}" if is_model else ""
 
 
 def _bases(file: ConfigFile) -> list[str]:
@@ -259,7 +264,8 @@ def _parse_yaml(path: str, text: str, repeated: dict[str, int]) -> tuple[dict[st
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{place}: not valid YAML: {error.problem or error.context}") from None
+        hint = " (YAML indents with spaces, not with tabs)" if "'\\t'" in str(error.problem) else ""
+        raise ConfigError(f"{path}{place}: not valid YAML: {error.problem or error.context}{hint}") from None
     except (yaml.YAMLError, ValueError, OverflowError, TypeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     finally:

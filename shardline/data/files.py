@@ -60,7 +60,10 @@ def _expand(item: str, split: str) -> list[Path]:
         files = sorted(Path(name) for name in glob.glob(str(place), recursive=True) if Path(name).is_file())
     if not files:
         what = "no file matches" if glob.has_magic(item) else "there is no file or folder"
-        raise UserError(f"{what} {item!r} (on the Hub: dataset = 'owner/name', or hf://datasets/owner/name/path)")
+        where = "" if place.is_absolute() else f" in {Path.cwd()}"
+        raise UserError(
+            f"{what} {item!r}{where} (on the Hub: dataset = 'owner/name', or hf://datasets/owner/name/path)"
+        )
     unknown = [str(file) for file in files if not file_kind(file)]
     if unknown:
         raise UserError(

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from shardline import registry
 from shardline.data import token_store
 from shardline.data.chunks import CONTEXT_BYTES, chunks_of_texts
 from shardline.data.demo import demo_store, documents
 from shardline.data.files import file_kind
-from shardline.data.sources import Source, fingerprint_of, open_source
+from shardline.data.sources import C4_NAMES, Source, fingerprint_of, open_source
 from shardline.data.token_store import (
     END_TYPE,
     StorePart,
@@ -123,6 +124,9 @@ def named_source(name: str, text_field: str, split: str) -> Source:
         return Source("demo", fingerprint_of("demo", section), sum(map(len, texts)), lambda: chunks_of_texts(texts))
     path = Path(name)
     is_path = path.exists() or file_kind(path) or any(sign in name for sign in ",*?[") or name[0] in "./~"
+    if not is_path and "/" not in name and name not in (*C4_NAMES, *registry.sources):
+        close = registry.nearest(name, os.listdir())
+        raise UserError(f"there is no file or folder {name!r}{close}; a dataset of the Hub is named 'owner/name'")
     return open_source(name, name if is_path else None, text_field=text_field, split=split)
 
 

@@ -41,7 +41,7 @@ from shardline.report import HANG_CODE, Report, this_report
 from shardline.run import attempt, signals
 from shardline.run.options import TrainOptions, node_range
 from shardline.storage.atomic import forbid_others_to_write
-from shardline.words import for_stream, numbered
+from shardline.words import numbered, to_stderr
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
 FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # requests to save and to write the flight recorder's files, not to end
@@ -389,7 +389,7 @@ class Agent:
         """Print how to go on with a run that has made a step."""
         folder, trained = self._run_so_far()["folder"], MARKS[-1] in self.notes or self.rendezvous.state.begun
         for line in self.launch.way_on(folder) if self.rendezvous.leads and folder is not None and trained else ():
-            print(for_stream(line, sys.stderr), file=sys.stderr)
+            to_stderr(line)
 
     def exit_code(self) -> int:
         """Show how the job ended and return the exit code."""
@@ -405,10 +405,9 @@ class Agent:
             finally:
                 self._show_way_on()
         if self.killed_late:
-            print(
+            to_stderr(
                 f"error: {numbered('rank', self.killed_late)} did not stop within"
-                f" {self.launch.stop_timeout_seconds:g} s: killed (comm.stop_timeout_seconds gives more time)",
-                file=sys.stderr,
+                f" {self.launch.stop_timeout_seconds:g} s: killed (comm.stop_timeout_seconds gives more time)"
             )
         elif self.signals and any(rank.number == 0 and (rank.code or 0) < 0 for rank in self.ranks):
             print("interrupted", file=sys.stderr)  # before the rank could print it
@@ -416,7 +415,7 @@ class Agent:
         is_cut_short = any(rank.code not in (0, preempted, *STOPPED) for rank in self.ranks)
         if self.stopping_for is not None and not self.signals and is_cut_short:  # another machine stops
             if not self.killed_late:
-                print(f"error: stopped in the middle of a step: {self.stopping_for.report.text}", file=sys.stderr)
+                to_stderr(f"error: stopped in the middle of a step: {self.stopping_for.report.text}")
             return 128 + signal.SIGTERM
         is_preempted = all(rank.code in (0, preempted) for rank in self.ranks)
         first = signals.counts_as(self.signals[0]) if self.signals else None

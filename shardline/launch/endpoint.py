@@ -23,6 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shardline.errors import UserError
+from shardline.words import to_stderr
 
 PERIOD = 0.2
 PATIENCE = 5.0  # seconds after which a launcher prints what it waits for
@@ -92,7 +93,7 @@ class Endpoint:
                 taken = error if error.errno == errno.EADDRINUSE else taken
                 continue
             if address == EVERYWHERE:
-                print(f"note: the store listens on all addresses of this machine: {why}", file=sys.stderr)
+                to_stderr(f"note: the store listens on all addresses of this machine: {why}")
             return listener
         if self.number is None:
             return None
@@ -176,4 +177,4 @@ def print_line(line: str) -> None:
     """Print a line of the launcher on stderr, over a progress bar that rank 0 may show."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
-    print(line, file=sys.stderr, flush=True)
+    to_stderr(line)

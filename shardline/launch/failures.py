@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardline.errors import UserError
 from shardline.report import Report, report_of
-from shardline.words import printable
+from shardline.words import printable, to_stderr
 
 # What a rank did: the words before its report's text. Other kinds of reports need none.
 HAPPENED = {
@@ -74,8 +74,9 @@ def show(cause: Report, debug: bool = False) -> int:
             print(printable(f"{cause.who}:\n{cause.details.rstrip()}"), file=sys.stderr)
         raise UserError(cause.text)
     if cause.kind in ("hang", "machine"):
-        message = cause.text
-    elif cause.kind in ("error", "lost_peer"):
+        to_stderr(printable(f"error: {cause.text}"))
+        return 1
+    if cause.kind in ("error", "lost_peer"):
         message = f"{cause.who} failed:\n{cause.details.rstrip()}"
     else:
         hint = " (out of memory?)" if cause.text == "SIGKILL" else ""

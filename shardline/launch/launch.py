@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from shardline.run.enforcer import enforced_stop
 from shardline.run.options import TrainOptions, node_range
 from shardline.run.signals import starting_job
 from shardline.run.stop import exit_code, why_not_saved
+from shardline.words import to_stderr
 
 BACKENDS = ("static", "c10d")
 NAME_SECONDS = 10.0  # where machines start together, the name of the first one may resolve a little later
@@ -39,7 +39,7 @@ def train(config: Config, options: TrainOptions) -> int:
     _note_idle(options, nodes, bool(started))
     _note_lost_machine(config, is_elastic and not started)
     if is_elastic and not started and not config.checkpoint.enable:
-        print("warning: checkpoint.enable is false: every restart begins at step 0", file=sys.stderr)
+        to_stderr("warning: checkpoint.enable is false: every restart begins at step 0")
     starts = not started and (is_elastic or nodes * options.nproc > 1)
     if starts or started > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
@@ -123,7 +123,7 @@ def _run(config: Config, options: TrainOptions) -> int:
         explanation = explain(error)
         if explanation is None:
             raise
-        print(f"error: {explanation}", file=sys.stderr)
+        to_stderr(f"error: {explanation}")
         return 1
     return exit_code(result.stopped_by, config)
 
@@ -196,7 +196,7 @@ def _note_lost_machine(config: Config, restarts: bool) -> None:
     if restarts or config.value(key) == leaves()[key].default:
         return
     if LAUNCHER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # our own launcher has printed it
-        print(f"note: {key} has no effect: neither --max-restarts nor --nnodes MIN:MAX is set", file=sys.stderr)
+        to_stderr(f"note: {key} has no effect: neither --max-restarts nor --nnodes MIN:MAX is set")
 
 
 def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
@@ -212,4 +212,4 @@ def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
             return
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != getattr(TrainOptions, name)]
     if given:
-        print(f"note: no effect {why}: {', '.join(given)}", file=sys.stderr)
+        to_stderr(f"note: no effect {why}: {', '.join(given)}")

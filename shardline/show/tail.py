@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,16 +80,16 @@ class Tail:
         self.code: int | None = None
 
     def lines(self) -> list[list[Part]]:
-        """Return the new lines, by file; the end comes only after everything before it was read."""
+        """Return the new lines in the order of steps; the end comes only after everything before it was read."""
         beat = read_object(self.run / HEARTBEAT) or self.beat
-        found = [*self._events(), *self._rows()]
+        found = list(_in_order(list(self._events()), list(self._rows())))
         if found or beat != self.beat:
             self.moved, self.silent = self.now(), False
         self.beat = beat
         found += self._end()
         return found
 
-    def _rows(self) -> Iterator[list[Part]]:
+    def _rows(self) -> Iterator[tuple[int, list[Part]]]:
         for row in self.metrics.rows():
             step = row.get("step")
             if not isinstance(step, int):
@@ -97,21 +98,23 @@ class Tail:
             first = Part(f"step {of}")
             if "validation_loss" in row:
                 loss = row["validation_loss"]
-                yield [first, Part("validation loss " + ("not finite" if loss is None else f"{loss:.4f}"))]
+                yield step, [first, Part("validation loss " + ("not finite" if loss is None else f"{loss:.4f}"))]
             elif "tokens_per_second" in row:
-                yield [first, *([Part("loss not finite")] if row.get("loss") is None else []), *columns(row, IN_ROWS)]
+                broken = [Part("loss not finite")] if row.get("loss") is None else []
+                yield step, [first, *broken, *columns(row, IN_ROWS)]
 
-    def _events(self) -> Iterator[list[Part]]:
+    def _events(self) -> Iterator[tuple[int | None, list[Part]]]:
         for row in self.events.rows():
-            kind = row.get("event")
+            kind, step = row.get("event"), row.get("step")
+            after = step if isinstance(step, int) else None
             if kind == "start":
                 self.last_step = row.get("last_step") or 0
                 ranks = counted(row.get("world_size", 1), "rank")
-                yield [Part(f"started on {row.get('host')}: {ranks}, after step {row.get('step', 0)}")]
+                yield after, [Part(f"started on {row.get('host')}: {ranks}, after step {row.get('step', 0)}")]
             elif kind in ("save", "warning"):
-                yield [Part(f"{'saved' if kind == 'save' else 'warning:'} {EVENT_WORDS[kind](row)}")]
+                yield after, [Part(f"{'saved' if kind == 'save' else 'warning:'} {EVENT_WORDS[kind](row)}")]
         for row in self.restarts.rows():
-            yield [Part(f"restart: {row.get('cause')}")]
+            yield None, [Part(f"restart: {row.get('cause')}")]
 
     def _end(self) -> Iterator[list[Part]]:
         doing, step = self.beat.get("doing"), self.beat.get("step")
@@ -132,6 +135,16 @@ class Tail:
                 self.silent = True
                 was = doing or "starting"
                 yield [Part(f"no sign of the run for {format_time(quiet)}: it was {was}, and now hangs or was killed")]
+
+
+def _in_order(events: list[tuple[int | None, list[Part]]], rows: list[tuple[int, list[Part]]]) -> Iterator[list[Part]]:
+    """Lines of two files: an event that names a step comes after the rows up to that step."""
+    rest = deque(rows)
+    for step, event in events:
+        while rest and step is not None and rest[0][0] <= step:
+            yield rest.popleft()[1]
+        yield event
+    yield from (row for _, row in rest)
 
 
 def tail(run: Path, rows: int, follow: bool, write: Callable[[str], object], width: int | None) -> int:

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any, Literal
 
-from shardline.words import for_stream, sized
+from shardline.words import sized, to_stderr
 
 LINE_SECONDS = 10.0
 LEAST_BYTES = 1 << 30  # smaller reads show no progress
@@ -20,7 +20,7 @@ def say(message: str) -> None:
     if _has_log():
         log.info(message)
     else:
-        print(for_stream(message, sys.stderr), file=sys.stderr, flush=True)
+        to_stderr(message)
 
 
 def _has_log() -> bool:

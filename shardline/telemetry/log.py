@@ -23,7 +23,7 @@ from rich.text import Text
 from shardline.errors import UserError
 from shardline.run.folder import RunFolder
 from shardline.storage.atomic import plain_file
-from shardline.words import TableRows, fitted, table_lines, wrapped
+from shardline.words import TableRows, fitted, table_lines, to_stderr, wrapped
 
 log = logging.getLogger("shardline")
 LOGGERS = ("shardline", "py.warnings")  # the second one receives what the warnings module reports
@@ -237,7 +237,7 @@ def release_log() -> None:
     if any(isinstance(handler, logging.handlers.MemoryHandler) for handler in log.handlers):
         for record in _remove_handlers():
             if record.levelno >= logging.WARNING:
-                print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+                to_stderr(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 def _remove_handlers() -> list[logging.LogRecord]:

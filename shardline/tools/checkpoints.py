@@ -10,7 +10,7 @@ from typing import Any
 from shardline.checkpoint.format import LEFTOVERS, MANIFEST, Found, Saved, TensorSummary, choose, find
 from shardline.storage.location import locate
 from shardline.storage.progress import Progress
-from shardline.words import counted, listed, sized
+from shardline.words import counted, listed, sized, table_lines, to_stderr, width_of
 
 
 def ls(path: str, json: bool = False) -> int:
@@ -42,13 +42,13 @@ def verify(path: str, step: int | None = None, json: bool = False) -> int:
                 _print_json([{"step": found.step, "path": str(found.place), "whole": not problems, "problems": rows}])
                 continue
             for problem in problems:
-                print(problem, file=sys.stderr)
+                to_stderr(str(problem))
             if problems or found.saved is None:
                 print(f"{found.place}: broken")
             else:
                 print(f"{found.place}: whole ({counted(len(found.saved.files), 'file')}, {sized(found.saved.size)})")
     if broken and not json:
-        print(f"error: {broken} of {len(chosen)} checkpoints cannot be relied on", file=sys.stderr)
+        to_stderr(f"error: {broken} of {len(chosen)} checkpoints cannot be relied on")
     return 2 if broken else 0
 
 
@@ -59,7 +59,8 @@ def show(path: str, tensors: bool = False, json: bool = False) -> int:
     if json:
         _print_json([_described(saved, stored, tensors)])
         return 0
-    _print_table(list(_summary(saved, stored).items()))
+    for left, right in table_lines(list(_summary(saved, stored).items()), width_of(sys.stdout)):
+        print(left + right)
     if tensors:
         print()
         rows = [

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from shardline.data.token_store import AGAIN, TokenStore, is_store
 from shardline.errors import UserError
 from shardline.storage.progress import Progress
-from shardline.words import counted, sized
+from shardline.words import counted, sized, to_stderr
 
 
 def verify(path: str) -> int:
@@ -21,9 +20,9 @@ def verify(path: str) -> int:
     with Progress("read", sum(sizes)) as progress:
         problems = store.find_damage(progress.advance)
     for problem in problems:
-        print(problem, file=sys.stderr)
+        to_stderr(str(problem))
     if problems:
-        print(f"error: {path} cannot be relied on: {AGAIN}", file=sys.stderr)
+        to_stderr(f"error: {path} cannot be relied on: {AGAIN}")
         return 2
     print(f"{path}: whole ({counted(len(sizes), 'file')}, {sized(sum(sizes))}, {store.tokens:,} tokens)")
     return 0

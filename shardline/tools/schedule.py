@@ -28,7 +28,7 @@ from shardline.parallel.pipeline.schedules import (
     warnings,
 )
 from shardline.parallel.pipeline.timeline import ACTION_KINDS, Schedule, Timeline, in_flight, simulate
-from shardline.words import counted, ranges, sized
+from shardline.words import ESCAPES, counted, ranges, sized, to_stderr, wrapped
 
 if TYPE_CHECKING:  # these import torch, which a schedule without a config does not need
     from shardline.config.schema import Config
@@ -91,7 +91,7 @@ def command(
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print(report(found, timeline, shutil.get_terminal_size((120, 24)).columns, color, costs))
     for warning in warnings(found):
-        print(f"warning: {warning}", file=sys.stderr)
+        to_stderr(f"warning: {warning}")
     return 0
 
 
@@ -125,7 +125,7 @@ def _all_schedules(
         try:
             yield build_schedule(name, ranks, microbatches, count), model and model.costs(ranks * count)
         except ConfigError as error:
-            print(f"note: {name} is left out: {error}", file=sys.stderr)
+            to_stderr(f"note: {name} is left out: {error}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -160,8 +160,8 @@ def _numbers(schedule: Schedule, costs: StageCosts | None) -> dict[str, Any]:
 def report(schedule: Schedule, timeline: Timeline, width: int, color: bool, costs: StageCosts | None = None) -> str:
     """Return title, drawing, legend, bubble, and a line for each rank."""
     held = in_flight(schedule)
-    lines = [title(schedule), "", *drawing(schedule, timeline, width, color), ""]
-    lines += [bubble_line(schedule, timeline, costs), ""]
+    lines = [wrapped(title(schedule), width), "", *drawing(schedule, timeline, width, color), ""]
+    lines += [wrapped(bubble_line(schedule, timeline, costs), width), ""]
     ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
     columns = {"stages": [" ".join(map(str, own)) for own in ranks]}
     head, *rest = _aligned(columns | dict(_cost_columns(ranks, costs) if costs else ()))
@@ -169,17 +169,17 @@ def report(schedule: Schedule, timeline: Timeline, width: int, color: bool, cost
     for rank, (idle, own) in enumerate(zip(timeline.idle, ranks, strict=True)):
         numbers = f"{rank:>4}  {100 * idle:>5.1f}%  {held[rank]:>9}  {_plain(held[rank] / len(own)):>13}"
         lines.append(f"{numbers}  {rest[rank]}")
-    lines.append(
+    notes = [
         "in flight: the most activations of one stage and micro-batch held at once; micro-batches: the same per stage"
-    )
+    ]
     if costs is not None:
-        lines.append("cost: the time of a forward pass of each stage, by the FLOPs of its layers; 1 is the mean")
+        notes.append("cost: the time of a forward pass of each stage, by the FLOPs of its layers; 1 is the mean")
     if costs is not None and any(costs.transfers):
-        lines.append(
+        notes.append(
             "to experts: how often rows travel, there and back, in the forward passes of a micro-batch, and about how"
-            " much\na rank sends; backward passes send as much again"
+            " much a rank sends; backward passes send as much again"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *(wrapped(note, width) for note in notes)])
 
 
 def _cost_columns(ranks: Sequence[Sequence[int]], costs: StageCosts) -> Iterator[tuple[str, list[str]]]:
@@ -242,7 +242,7 @@ def drawing(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> 
             lines.append(f"{'time':<{label}}{start // columns}")
         for rank, row in enumerate(rows):
             lines.append(f"{f'rank {rank}':<{label}}" + "".join(row[start : start + per_line]).rstrip())
-    return [*lines, "", _legend(schedule, named, color, columns)]
+    return [*lines, "", _legend(schedule, named, color, columns, width)]
 
 
 def _columns_for(characters: int, time: float) -> int:
@@ -270,7 +270,7 @@ def _row(schedule: Schedule, rank: int, timeline: Timeline, columns: int, named:
     return row
 
 
-def _legend(schedule: Schedule, named: bool, color: bool, columns: int) -> str:
+def _legend(schedule: Schedule, named: bool, color: bool, columns: int, width: int) -> str:
     kinds = [kind for kind in ACTION_KINDS if any(a.kind == kind for order in schedule.orders for a in order)]
     words = [
         f"\x1b[30;{COLORS[kind][0]}m{kind}\x1b[0m {ACTION_KINDS[kind]}" if color else f"{kind} {ACTION_KINDS[kind]}"
@@ -282,7 +282,14 @@ def _legend(schedule: Schedule, named: bool, color: bool, columns: int) -> str:
     elif several:
         words.append("small letters: a rank's later stages")
     unit = [f"{columns} columns: 1 time unit"] if columns > 1 and not named else []
-    return "   ".join([*words, ". idle", *unit])
+    lines = [""]
+    for word in [*words, ". idle", *unit]:
+        longer = f"{lines[-1]}   {word}" if lines[-1] else word
+        if len(ESCAPES.sub("", longer)) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return "\n".join(lines)
 
 
 def comparison(rows: Sequence[dict[str, Any]]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json as json_lines
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from shardline.errors import UserError
 from shardline.tools.intervals import Interval, length, union, within, without
 from shardline.tools.trace_events import RankTrace, read
+from shardline.words import to_stderr
 
 ALL = "all"  # the row of all dimensions together, if there are several
 
@@ -57,7 +57,7 @@ def command(traces: Sequence[str], json: bool = False) -> int:
     else:
         print(table([row for _, row in rows]))
     for path in silent:
-        print(f"note: {path} shows no communication", file=sys.stderr)
+        to_stderr(f"note: {path} shows no communication")
     return 0
 
 

@@ -193,7 +193,8 @@ def _memory(run: Setup, need: MemoryNeed) -> str:
     held, free = _in_use(run), _free(run)
     of = "" if free is None else f" of {roughly(held + free)}"
     whose = " on the fullest rank; rank 0" if run.layout.pp > 1 else ""
-    return f"about {roughly(held + need.peak)}{of}{whose}: {need.words(run.config.optimizer.name)}"
+    before = f", the process itself {roughly(held)}" if held else ""
+    return f"about {roughly(held + need.peak)}{of}{whose}: {need.words(run.config.optimizer.name)}{before}"
 
 
 def _need(run: Setup) -> MemoryNeed:

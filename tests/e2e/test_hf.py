@@ -467,6 +467,12 @@ def test_what_is_no_checkpoint(make: Maker, tmp_path: Path, capsys: Any) -> None
         assert message in capsys.readouterr().err
 
 
+def test_a_run_is_no_hugging_face_folder(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    assert call("import", tmp_path, tmp_path / "out") == 2
+    assert "is a run or a checkpoint of Shardline; `shardline export` makes" in capsys.readouterr().err
+
+
 def test_an_architecture_that_no_hugging_face_model_has(tmp_path: Path, capsys: Any) -> None:
     overrides = {**tiny_config(tmp_path / "x").model.overrides, "qk_norm": True, "mlp_bias": True}
     run(tmp_path / "run", model__overrides=overrides, training__steps=1, checkpoint__enable=True)

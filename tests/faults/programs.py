@@ -90,7 +90,7 @@ def main():
             "tests.faults.programs:loop", (fault, folder), options, secret=job_secret(options), stop_timeout_seconds=2
         )
     )
-    return command(["train"])
+    return command(["train", "--training.steps=1"])
 
 
 if __name__ == "__main__":

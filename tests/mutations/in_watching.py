@@ -161,6 +161,13 @@ NOTICES = [
         "if True:",
         f"{TAIL}a_failure_counts_once_no_restart_has_come",
     ),
+    Change(
+        "saves are shown before the rows of their steps",
+        "show/tail.py",
+        "while rest and step is not None and rest[0][0] <= step:",
+        "while False:",
+        f"{TAIL}saves_and_starts_stand_between_the_rows_of_their_steps",
+    ),
 ]
 
 NOTEBOOK = f"{CONSOLE}a_notebook_has_one_line_that_is_drawn_anew_without_other_control_characters"

@@ -184,7 +184,8 @@ MISSING: list[Rule] = [
         ("training.dataset",),
         lambda c: c.training.dataset is None and not c.training.dataset_path and not c.data.sources,
         "no data is named, and generated text is only for demos and models of up to"
-        f" {LARGEST_ON_DEMO // 10**6}M parameters, unless it is asked for; add two lines:\n  [training]\n"
+        f" {LARGEST_ON_DEMO // 10**6}M parameters, unless it is asked for; pass --training.dataset_path=PATH, or add"
+        " two lines:\n  [training]\n"
         '  dataset_path = "data/*.jsonl"\n'
         '(text, JSONL, Parquet, a prepared store or a dataset; dataset = "demo" asks for generated text)',
     ),

@@ -117,8 +117,8 @@ def choose_template(
             return ChatTemplate(f"of {tokenizer.name}", tokenizer.chat_template, *special)
         if name == FROM_TOKENIZER:
             raise UserError(
-                f"the tokenizer {tokenizer.name!r} has no chat template: set chat_template to one of"
-                f" {', '.join(template_names())}, or to 'jinja' with chat_template_jinja"
+                f"the tokenizer {tokenizer.name!r} has no chat template: set chat_template (--data.chat_template) to"
+                f" one of {', '.join(template_names())}, or to 'jinja' with chat_template_jinja"
             )
         name = name.removeprefix(FALLBACK)
     if name not in template_names():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import sys
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping
@@ -27,7 +26,7 @@ from shardline.errors import UserError
 from shardline.launch.launch import name_problem
 from shardline.launch.secret import VARIABLE as SECRET_VARIABLE
 from shardline.launch.secret import derived_secret
-from shardline.words import counted
+from shardline.words import counted, to_stderr
 
 MEETING = ("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint")  # options of the rendezvous
 PORT = 29500
@@ -69,7 +68,7 @@ def take_surroundings(
         size = (
             f"{counted(int(taken['nnodes'].rpartition(':')[2]), 'machine')}, {counted(taken['nproc'], 'rank')} on each"
         )
-        print(f"note: {found.name}: {size}, meeting at {taken['rdzv_endpoint']}", file=sys.stderr)
+        to_stderr(f"note: {found.name}: {size}, meeting at {taken['rdzv_endpoint']}")
     wait_for_name(found.host)
     return taken
 
@@ -92,7 +91,7 @@ def wait_for_name(host: str, seconds: float = NAME_SECONDS, problem_of: Callable
         if time.monotonic() >= deadline:
             raise UserError(f"the first machine, {host}, has no address after {seconds:g} s: {problem}")
         if not said:
-            print(f"waiting for the name {host} to resolve: {problem}", file=sys.stderr, flush=True)
+            to_stderr(f"waiting for the name {host} to resolve: {problem}")
             said = True
         time.sleep(0.5)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.launch.clusters.job import ClusterJob, check_env_file, make_job, program, write_file
+from shardline.words import to_stderr
 
 SUBMIT_SECONDS = 60
 BEGIN = """\
@@ -101,9 +101,7 @@ def command(
         wanted.append(f"--cpus-per-task={cpus_per_task}")
     text = script(job, [*wanted, *shlex.split(sbatch)], gpus_per_node, cpus_per_task, container, mounts, env_file)
     if not job.saves:
-        print(
-            "note: this run saves nothing that it could continue from: the job does not requeue itself", file=sys.stderr
-        )
+        to_stderr("note: this run saves nothing that it could continue from: the job does not requeue itself")
     if dry_run:
         print(text, end="")
         return 0

@@ -28,6 +28,7 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.launch.clusters.job import ClusterJob, check_env_file, make_job, program
 from shardline.launch.secret import VARIABLE
+from shardline.words import to_stderr
 
 WATCH_SECONDS = 0.1
 REACH_SECONDS = 30.0  # for all machines to answer
@@ -142,7 +143,7 @@ class Machines:
         try:
             if error := self._reach():
                 self._end(readers)
-                print(f"error: {error}", file=sys.stderr)
+                to_stderr(f"error: {error}")
                 return 1
             if self.signals:
                 self._end(readers)
@@ -214,7 +215,7 @@ class Machines:
     def _exit_code(self, codes: list[int]) -> int:
         cut = [name for name, code in zip(self.names, codes, strict=True) if code == UNREACHED]
         if cut:
-            print(f"error: ssh to {', '.join(cut)} ended with {UNREACHED}: the connection was cut", file=sys.stderr)
+            to_stderr(f"error: ssh to {', '.join(cut)} ended with {UNREACHED}: the connection was cut")
             return 1
         failed = [code for code in codes if code not in (0, *STOPPED)]
         return failed[0] if failed else codes[0]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json as json_lines
 import math
 import re
-import sys
 
 import torch
 
@@ -31,6 +30,7 @@ from shardline.run.device import device_name
 from shardline.run.options import TrainOptions
 from shardline.tools.bench.collectives import OPS, Bench, CollectiveTime
 from shardline.tools.bench.ranks import on_ranks, rank_count
+from shardline.words import to_stderr
 
 DIMS = (*AXES, "fsdp", "loss", "world")
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -116,7 +116,7 @@ def measure_all(bench: Bench, ops: list[str], sizes: list[int], dtype: str, json
     device = device_name(bench.device)
     if prints and bench.through_host:
         staged = ", all_to_all and p2p through host memory"
-        print(f"note: ranks share a GPU, so these are numbers of gloo, not of NCCL{staged}", file=sys.stderr)
+        to_stderr(f"note: ranks share a GPU, so these are numbers of gloo, not of NCCL{staged}")
     for op in ops:
         if prints and not json:
             print(f"# {op} over {bench.axis.name}: {bench.axis.size} ranks, {bench.backend}, {device}")

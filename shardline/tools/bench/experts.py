@@ -50,6 +50,7 @@ from shardline.storage.compiler_cache import separate_caches
 from shardline.tools.bench.collectives import WrongResult
 from shardline.tools.bench.expert_layer import ExpertLayer, Stay, balanced_choices, one_after_another, skewed_choices
 from shardline.tools.bench.ranks import on_ranks, rank_count
+from shardline.words import to_stderr
 
 TOKENS = {"cuda": 8192, "cpu": 512}  # per rank, if --tokens is not set
 OFF, OFF_FLOAT8 = 0.05, 0.2  # allowed error of a token, relative to its norm: above rounding errors
@@ -118,9 +119,9 @@ def _carriers(wanted: str | None, device: torch.device, speaks: bool) -> dict[st
     if wanted in refused:
         raise UserError(f"--carrier {wanted} cannot be used here: {refused[wanted]}")
     for name, why in refused.items() if speaks and wanted is None else ():
-        print(f"note: {name} cannot be used here: {why}", file=sys.stderr)
+        to_stderr(f"note: {name} cannot be used here: {why}")
     if speaks and device.type == "cuda" and runs_on_host(collectives.axis(AXIS).group, device):
-        print("note: ranks share a GPU, so all_to_all is gloo's, through host memory, not NCCL's", file=sys.stderr)
+        to_stderr("note: ranks share a GPU, so all_to_all is gloo's, through host memory, not NCCL's")
     return found if wanted is None else {wanted: found[wanted]}
 
 

@@ -37,6 +37,7 @@ from shardline.run.device import device_name
 from shardline.run.options import TrainOptions
 from shardline.tools.bench import torch_fused
 from shardline.tools.bench.ranks import on_ranks, rank_count
+from shardline.words import to_stderr
 
 NAMES = ("serial", "ring", "symmetric", "fused", "auto")
 
@@ -72,13 +73,13 @@ def run(
         shapes = block_shapes(arch, degree, rows, kind, sequence_parallel=sequence_parallel)
         speaks, shown = mesh.rank == 0, []
         for line in lines if speaks else ():
-            print(f"note: {line}", file=sys.stderr)
+            to_stderr(f"note: {line}")
         for number, shape in enumerate(shapes, start=1):
             if speaks:
                 print(f"{number} of {len(shapes)}: {shape.product}", file=sys.stderr, flush=True)
             measured = measure_all(shape, allowed, device, iterations)
             for refused, why in measured.refused.items() if speaks else ():
-                print(f"note: {measured.product}: {refused} cannot be used here: {why}", file=sys.stderr)
+                to_stderr(f"note: {measured.product}: {refused} cannot be used here: {why}")
             shown.append(measure_row(measured, device))
             if speaks and json:
                 print(json_lines.dumps(shown[-1]), flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from shardline.config.layout import resolve_layout
 from shardline.config.schema import Config
 from shardline.launch.launch import nodes_of, start, started_ranks
 from shardline.run.options import TrainOptions
+from shardline.words import to_stderr
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def on_ranks(
         mesh = Mesh(layout, device.type)
         if mesh.rank == 0:
             for line in lines:
-                print(f"note: {line}", file=sys.stderr)
+                to_stderr(f"note: {line}")
         return work(mesh, device)
     finally:
         if owns_group:

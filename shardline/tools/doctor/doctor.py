@@ -33,10 +33,11 @@ from shardline.tools.doctor.ranks import device_rates, link_rate, read_ranks
 from shardline.tools.doctor.readings import CheckpointNeed, Examination, HostState, Rate, StorageState
 from shardline.tools.doctor.storage import read_storage
 from shardline.training.memory_need import save_bytes
-from shardline.words import counted, wrapped
+from shardline.words import counted, width_of, wrapped
 
 MARKS = {"ok": "ok", "warning": "WARN", "error": "ERROR"}
-COLUMNS = 100
+COLUMNS = 100  # of a finding's text
+LEAST_COLUMNS = 30
 VERDICT_VARIABLE = "SHARDLINE_DOCTOR_VERDICT"  # names a file
 
 
@@ -137,13 +138,15 @@ def finish(seen: Examination, json: bool) -> int:
 
 def report(found: list[Finding]) -> str:
     width = max(len(one.topic) for one in found)
+    indent = " " * (width + 9)
+    terminal = width_of(sys.stdout)
+    columns = COLUMNS if terminal is None else max(min(COLUMNS, terminal - len(indent)), LEAST_COLUMNS)
     lines = []
     for one in found:
-        indent = " " * (width + 9)
-        text = wrapped(one.text, COLUMNS).replace("\n", f"\n{indent}")
+        text = wrapped(one.text, columns).replace("\n", f"\n{indent}")
         lines.append(f"{MARKS[one.level]:<5}  {one.topic:<{width}}  {text}")
         if one.remedy:
-            lines.append(indent + wrapped(f"remedy: {one.remedy}", COLUMNS).replace("\n", f"\n{indent}"))
+            lines.append(indent + wrapped(f"remedy: {one.remedy}", columns).replace("\n", f"\n{indent}"))
     count = {level: sum(one.level == level for one in found) for level in MARKS}
     verdict = f"{counted(count['error'], 'finding')} would break a run" if count["error"] else "nothing breaks a run"
     slow = f", {counted(count['warning'], 'warning')}" if count["warning"] else ""

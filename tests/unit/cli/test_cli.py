@@ -47,6 +47,7 @@ def test_a_real_model_is_not_trained_on_generated_text_unasked(run, tmp_path, mo
         code, _, err = run("train", *words)
         assert code == 2
         assert "training.dataset: no data is named" in err
+        assert "pass --training.dataset_path=PATH, or add two lines" in err
         assert '[training]\n         dataset_path = "data/*.jsonl"' in err
 
 
@@ -78,6 +79,7 @@ def test_each_command_explains_itself(run, name):
         (["data", "prepar"], "did you mean 'prepare'?"),
         (["train", "--resme"], "there is no option --resme, did you mean '--resume'?"),
         (["train", "--steps=3"], "did you mean '--training.steps'?"),
+        (["train", "a.toml", "training.steps=3"], "argument 'training.steps=3', did you mean '--training.steps=3'?"),
         (["train", "--nproc", "many"], "--nproc: expected a whole number, 1 or more, got 'many'"),
         (["train", "--nproc=0"], "--nproc: expected a whole number, 1 or more, got '0'"),
         (["train", "--resume=maybe"], "--resume is a switch"),
@@ -123,6 +125,25 @@ def test_help_states_defaults_of_nothing_too(run):
     _, out, _ = run("generate", "--help")
     assert "higher is more varied. Default: 0.0." in out
     assert "Seed of the sampling. Default: 0." in out
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_help_on_a_terminal_breaks_lines_between_words(run, monkeypatch, width):
+    helps = [["--help"], ["config", "--presets"], *([*name.split(), "--help"] for name in COMMANDS)]
+    whole = [" ".join(run(*words)[1].split()) for words in helps]
+    for module in ("main", "commands"):
+        monkeypatch.setattr(f"shardline.cli.{module}.width_of", lambda stream: width)
+    for words, text in zip(helps, whole, strict=True):
+        lines = run(*words)[1].splitlines()
+        assert " ".join(word for line in lines for word in line.removesuffix(" \\").split()) == text
+        assert all(len(line) <= width or width < 80 for line in lines), words
+
+
+@pytest.mark.parametrize("words", [[], ["--resume"], ["--nproc", "2"]])
+def test_training_nothing_in_particular_is_refused(run, words):
+    code, out, err = run("train", *words)
+    assert (code, out) == (2, "")
+    assert "--preset demo" in err
 
 
 def test_debug_shows_the_traceback(run):

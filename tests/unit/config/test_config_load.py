@@ -277,6 +277,11 @@ def test_unreadable_files(tmp_path, write):
     (tmp_path / "bytes.toml").write_bytes(b"[job]\ndescription = '\xff'")
     assert "not a UTF-8 text file" in message(tmp_path / "bytes.toml")
     assert "is a folder" in message(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert f"for a Hugging Face model: --preset finetune --model.hf_assets_path {tmp_path}" in message(tmp_path)
+    (tmp_path / "config.toml").touch()
+    assert f"such as {tmp_path / 'config.toml'}" in message(tmp_path)
+    assert "a key needs two dashes: --training.steps=3" in message("training.steps=3")
     write("run.toml", "")
     assert "did you mean 'run.toml'" in message(tmp_path / "runs.toml")
     assert "--preset demo" in message(tmp_path / "demo.toml")
@@ -330,6 +335,7 @@ def test_an_empty_yaml_override_leaves_the_flavors_own_value(write):
         ("training:\n  steps: '5'\n", "bad.yaml:2: training.steps: expected a whole number, 1 or more, got '5'"),
         ("training:\n  steps: 5\n  steps: 6\n", "bad.yaml:3: training.steps: given twice, first on line 2"),
         ("training: [1\n", "bad.yaml:2: not valid YAML"),
+        ("training:\n\tsteps: 3\n", "token (YAML indents with spaces, not with tabs)"),
         ("- 1\n", "expected sections with keys"),
         ("training: 2024-99-99\n", "not valid YAML"),
         ("a: &a {b: *a}\n", "its aliases stand for a value that contains them"),

@@ -14,6 +14,7 @@ import pytest
 from shardline import registry
 from shardline.config.sources import SourceTable
 from shardline.data import chunks
+from shardline.data.prepare import named_source
 from shardline.data.records import record_source
 from shardline.data.sources import Source, open_source
 from shardline.errors import UserError
@@ -167,7 +168,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         read(tmp_path / "d.pdf")
     with pytest.raises(UserError, match=r"no file matches '.*\*.jsonl'"):
         read(tmp_path / "*.jsonl")
-    with pytest.raises(UserError, match=r"there is no file or folder 'owner/name'.*dataset = 'owner/name'"):
+    with pytest.raises(UserError, match=r"there is no file or folder 'owner/name' in /.*dataset = 'owner/name'"):
         read("owner/name")
 
 
@@ -178,6 +179,13 @@ def test_names_without_a_path(tmp_path: Path) -> None:
         assert texts(open_source(name, str(write_lines(tmp_path / "data.json", "x")))) == ["x"]
     with pytest.raises(UserError, match=r"unknown dataset 'c4_tset', did you mean 'c4_test'\? Known: demo, c4"):
         open_source("c4_tset", None)
+
+
+def test_a_command_names_what_is_like_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    with pytest.raises(UserError, match=r"there is no file or folder 'corpsu', did you mean 'corpus'\?; a dataset of"):
+        named_source("corpsu", "text", "train")
 
 
 def test_registered_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from shardline.words import (
     ShellCommand,
     counted,
     fitted,
+    flowing,
     for_stream,
     listed,
     numbered,
@@ -17,6 +18,7 @@ from shardline.words import (
     roughly,
     sized,
     table_lines,
+    to_stderr,
     wrapped,
 )
 
@@ -88,3 +90,15 @@ def test_only_a_terminal_gets_broken_lines(monkeypatch):
     stream.isatty = lambda: True
     assert for_stream(text, stream) == wrapped(text, 10) == "one two\nthree\n  four"
     assert wrapped("averylongword in it", 10) == "averylongword\nin it"
+
+
+def test_messages_are_wrapped_on_a_terminal_alone(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "10")
+    to_stderr("note: one two")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    to_stderr("note: one two")
+    assert capsys.readouterr().err == "note: one two\nnote: one\ntwo\n"
+
+
+def test_lines_of_a_source_flow_on_inside_a_sentence():
+    assert flowing("one,\ntwo.\nThree:\nfour\n\nfive") == "one, two.\nThree:\nfour\n\nfive"

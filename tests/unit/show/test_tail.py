@@ -76,6 +76,16 @@ def test_new_rows_are_shown_once_also_where_the_file_is_torn_or_replaced(tmp_pat
     assert all("99 tok/s" in line for line in lines)
 
 
+def test_saves_and_starts_stand_between_the_rows_of_their_steps(tmp_path):
+    append(tmp_path / "metrics.jsonl", *map(metrics_row, (1, 2, 3, 4)))
+    start, save = {"event": "start", "host": "node0"}, {"event": "save", "size": 4096, "seconds": 1.0, "staged": False}
+    events = [start | {"step": 0}, save | {"step": 2}, start | {"step": 2}, save | {"step": 4}]
+    append(tmp_path / "log" / "telemetry-0.jsonl", *events)
+    words = [" ".join(line.split()[:3]).rstrip(",") for line in shown(Tail(tmp_path, Clock()))]
+    rows = [f"step {step} loss" for step in (1, 2, 3, 4)]
+    assert words == ["started on node0:", *rows[:2], "saved step 2", "started on node0:", *rows[2:], "saved step 4"]
+
+
 def test_texts_of_others_cannot_move_the_cursor(tmp_path, capsys):
     append(tmp_path / "log" / "telemetry-0.jsonl", {"event": "warning", "time": 1.0, "text": "\x1b[2Jgone\nnext"})
     append(tmp_path / "metrics.jsonl", {"step": "x"}, {"no": 1}, {"step": 4, "loss": None, "tokens_per_second": 5.0})

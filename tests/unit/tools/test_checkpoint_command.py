@@ -229,6 +229,8 @@ def test_what_holds_no_checkpoint(tmp_path: Path, call: Call) -> None:
         assert (code, "holds no checkpoint" in err) == (2, True)
         code, _, err = call(command, "nosuchprotocol://bucket/run")
         assert (code, "nosuchprotocol" in err) == (2, True)
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    assert call("ls", tmp_path)[2].endswith(f"holds no checkpoint itself; name a run: {tmp_path / 'run'}\n")
     (tmp_path / "step-3").mkdir()
     assert "holds no checkpoint of step 4 (steps there: 3)" in call("verify", tmp_path, "--step", "4")[2]
     assert call("verify", tmp_path)[0] == 2  # its manifest is missing

@@ -70,6 +70,13 @@ def test_a_machine_in_order_has_a_line_for_each_topic():
     assert report(found).endswith("nothing breaks a run")
 
 
+def test_a_terminal_gets_findings_of_its_width(monkeypatch):
+    long = replace(findings(WELL)[0], text="word " * 40)
+    assert max(map(len, report([long]).splitlines())) > 100
+    monkeypatch.setattr("shardline.tools.doctor.doctor.width_of", lambda stream: 80)
+    assert 75 < max(map(len, report([long]).splitlines())) <= 80
+
+
 def with_gpu(**changes):
     return {"gpus": (replace(H200, **changes), H200)}
 

@@ -42,8 +42,8 @@ def test_small_ones_name_their_actions(capsys, monkeypatch):
         "rank 0  0F0 0F1 .   .   0B0---- .   0B1----",
         "rank 1  .   1F0 1B0---- 1F1 1B1---- .   .",
     ]
-    assert "bubble 33.3% (closed form 33.3%): the share of 9 time units in which ranks are idle" in out
-    assert out[-3:-1] == ["   0   33.3%          2              2  0", "   1   33.3%          1              1  1"]
+    assert "bubble 33.3% (closed form 33.3%): the share of 9 time units in which ranks are idle" in " ".join(out)
+    assert out[-4:-2] == ["   0   33.3%          2              2  0", "   1   33.3%          1              1  1"]
 
 
 @pytest.mark.parametrize("width", [40, 79, 120])
@@ -53,7 +53,7 @@ def test_drawings_fit_the_terminal_and_show_every_action(capsys, monkeypatch, na
     schedule = build_schedule(name, 4, 9)
     out = shown(capsys, "--pp", "4", "--microbatches", "9", "--schedule", name).out.splitlines()
     drawn = ["".join(line[8:] for line in out if line.startswith(f"rank {rank}  ")) for rank in range(4)]
-    assert all(len(line) <= width for line in out if re.match(r"rank \d|time", line))
+    assert all(len(line) <= width for line in out if not line.startswith("rank  ") and not re.match(r" +\d", line))
     units = round(simulate(schedule).total)
     for rank, line in enumerate(drawn):
         assert len(line) == units

@@ -126,6 +126,7 @@ def test_the_table_has_the_clock_of_saves_the_samples_of_a_validation_and_what_i
     assert table["checkpoints"].endswith(" each, the last one weights only")
     assert table["validation"].endswith(": 8 samples of demo (generated text)")
     assert table["memory"].startswith("about 5 GiB of ")
+    assert table["memory"].endswith(", the process itself 5 GiB")
 
 
 def test_the_batch_of_pairs_and_of_ranks_in_words():

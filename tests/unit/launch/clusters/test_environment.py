@@ -201,7 +201,7 @@ def test_train_reads_them(monkeypatch, tmp_path, capsys):
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
     try:
-        assert main(["train", "--nproc=2"]) == 0
+        assert main(["train", "--nproc=2", "--training.steps=1"]) == 0
         options = launched[0].options
         assert (options.nnodes, options.node_rank, options.nproc) == ("2", 1, 2)
         assert launched[0].secret == os.environ[secret.VARIABLE].encode()
