@@ -8,7 +8,7 @@ from shardline.plan.hardware import GIB
 from shardline.plan.pipeline import held_microbatches
 from shardline.plan.stages import StageLayers, cut, stage_parameters
 from shardline.plan.traits import Traits
-from shardline.plan.work import NUMBER, Workload, expert_shards
+from shardline.plan.work import Workload, expert_shards
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _rank_memory(workload: Workload, traits: Traits, stages: list[StageLayers], 
 def layer_bytes(workload: Workload, traits: Traits) -> float:
     """Return the bytes that one layer keeps of one micro-batch."""
     if workload.recompute == "full":
-        return workload.tokens * NUMBER * workload.arch.dim / workload.stream_share
+        return workload.tokens * workload.number * workload.arch.dim / workload.stream_share
     return whole_layer_bytes(workload, traits) * (traits.kept_op if workload.recompute == "op" else 1.0)
 
 
@@ -88,4 +88,4 @@ def whole_layer_bytes(workload: Workload, traits: Traits) -> float:
     numbers += gathered * traits.keeps_gathered * arch.dim if tp > 1 else 0.0
     attention = arch.n_heads * arch.head_dim + arch.n_kv_heads * arch.head_dim
     numbers += heads * attention / tp + width * arch.ffn_dim / tp
-    return workload.tokens * NUMBER * numbers
+    return workload.tokens * workload.number * numbers

@@ -22,7 +22,7 @@ from shardline.registry import nearest
 PROFILES = Path(__file__).parent / "profiles"
 GIB = 2**30
 NARROW_HEADS = 0.35  # attention on narrower heads slows down with this power of head_dim / 128
-HALF_RATE_LENGTH = 800  # tokens at which attention reaches half of its rate
+HALF_RATE_LENGTH = 800  # tokens at which attention reaches half of its rate on a GPU
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
 
 
@@ -61,6 +61,7 @@ class Hardware:
     node: Link
     network: Link
     per_node: int = 8
+    half_length: float = HALF_RATE_LENGTH  # tokens at which attention reaches half of its rate
     allowance: float = 0.0  # bytes that the context, NCCL and other programs take
     price: float | None = None  # per hour and device
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -78,13 +79,14 @@ class Hardware:
         waves = tiles / self.multiprocessors
         full = waves / (math.ceil(waves) if waves > 1 else 1.0)
         fill = full * min(1.0, rows / (math.ceil(rows / high) * high)) * (inner / (inner + self.inner))
-        moved = BYTES.get(dtype, 2) * count * (rows * inner + inner * columns) + 2.0 * count * rows * columns
+        read = BYTES.get(dtype, 2)
+        moved = count * (read * (rows * inner + inner * columns) + max(2.0, read) * rows * columns)
         return max(flops / (found.achieved * self.sustained * max(fill, 1e-3)), moved / self.copy) + self.kernel
 
     def attention_seconds(self, flops: float, backward: bool, kernel: str, head_dim: int, length: int) -> float:
         """Return seconds for the `flops` below the diagonal. The softmax costs the same however wide a head is."""
         rates = self.attention.get(kernel) or next(iter(self.attention.values()))
-        fill = min(1.0, (head_dim / 128) ** NARROW_HEADS) * length / (length + HALF_RATE_LENGTH)
+        fill = min(1.0, (head_dim / 128) ** NARROW_HEADS) * length / (length + self.half_length)
         return flops / (rates[backward] * self.sustained * fill) + self.kernel
 
     def copy_seconds(self, size: float) -> float:
@@ -142,6 +144,7 @@ def _hardware(given: Mapping[str, Any], path: Path) -> Hardware:
             node=Link(**links["node"]),
             network=Link(**links["network"]),
             per_node=device["per_node"],
+            half_length=device.get("half_rate_length", HALF_RATE_LENGTH),
             allowance=memory["allowance_gib"] * GIB,
             price=device.get("price"),
             sources=given.get("sources", {}),

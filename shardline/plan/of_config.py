@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -107,18 +108,25 @@ def _cut(config: Config, arch: Architecture, layout: Layout) -> tuple[int, ...]:
 
 def traits_for(workload: Workload, device: str = "cuda") -> Traits:
     """Return the traits with which this trainer runs a workload: compiled or not, overlapped or not."""
-    changes: dict[str, float | str] = {}
+    changes: dict[str, Any] = {}
     if not workload.compiled:
         changes |= {"moved": SHARDLINE.moved * 1.6, "host_layer": EAGER_LAYER}
     if workload.async_tp:
         changes["tp_hidden"] = ASYNC_HIDDEN
     if device == "cpu":
-        changes |= {"attention": "cpu", "host_layer": CPU_LAYER}
-    return replace(SHARDLINE, **changes)  # type: ignore[arg-type]
+        changes |= ON_CPU
+    return replace(SHARDLINE, **changes)
 
 
 EAGER_LAYER = 1.1e-3  # host seconds for a layer that is not compiled, forward and backward
-CPU_LAYER = 1e-3
+ON_CPU = {  # the ranks of a host send with the cores that compute
+    "attention": "cpu",
+    "host_layer": 0.0,
+    "gather_bytes": 4.0,
+    "gather_hidden": False,
+    "dp_hidden": (),
+    "cp_hidden": 0.0,
+}
 ASYNC_HIDDEN = 0.5  # docs/async-tp.md: 50 % and 46 % of the collectives' own time with two ranks on an H200
 
 

@@ -15,7 +15,6 @@ from shardline.plan.hardware import Hardware
 from shardline.plan.stages import StageLayers
 from shardline.plan.traits import Traits
 from shardline.plan.work import (
-    NUMBER,
     LayerWork,
     MatrixProduct,
     Sent,
@@ -104,7 +103,7 @@ class PassModel:
         if workload.recompute == "full":
             sent_back = joined(sent_back, sent)
         if workload.recompute == "offload":
-            away = kept_numbers(workload, work) * NUMBER / workload.offload_every / self.hardware.host_link
+            away = kept_numbers(workload, work) * workload.number / workload.offload_every / self.hardware.host_link
             sent = joined(sent, (("host_link", max(0.0, away - ahead)),))
             sent_back = joined(sent_back, (("host_link", max(0.0, away - back)),))
         ahead, back, gathers_ahead, gathers_back = self._beside_gathers(with_experts, ahead, back)
@@ -247,7 +246,7 @@ class PassModel:
         sent: Exposed = ()
         if tp > 1:
             kind = "all_gather" if workload.sequence_parallel else "all_reduce"
-            sent = self._visible([Sent("tp", kind, workload.tokens * workload.arch.dim * NUMBER)])
+            sent = self._visible([Sent("tp", kind, workload.tokens * workload.arch.dim * workload.number)])
         host = traits.host_layer
         return PartCosts(
             Costs(ahead + logits / 3, sent, host * self.traits.host_forward),
@@ -256,5 +255,5 @@ class PassModel:
         )
 
     def embedding(self) -> PartCosts:
-        rows = self.workload.tokens * self.workload.arch.dim * NUMBER
+        rows = self.workload.tokens * self.workload.arch.dim * self.workload.number
         return PartCosts(Costs(self.hardware.copy_seconds(3 * rows)), Costs(self.hardware.copy_seconds(4 * rows)), 0.0)

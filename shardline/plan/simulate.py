@@ -15,7 +15,7 @@ from shardline.plan.passes import ADAPTED, Costs, stage_passes
 from shardline.plan.pipeline import Passes, pipeline_seconds, stages_of_ranks
 from shardline.plan.stages import StageLayers, cut, stage_parameters
 from shardline.plan.traits import Traits
-from shardline.plan.work import NUMBER, Workload, expert_shards
+from shardline.plan.work import Workload, expert_shards
 
 HOST_UPDATE = 0.68e-9  # seconds in which a host updates one parameter (docs/memory.md: CPU offload, H200 machine)
 SHARP = 8.0  # the p of the p-norm of device and host times; the higher it is, the more the slower one decides
@@ -83,7 +83,7 @@ def _transfer_seconds(workload: Workload, hardware: Hardware, traits: Traits) ->
     if workload.layout.pp == 1:
         return 0.0
     group = collectives.axis_group(workload.layout, "pp", hardware.per_node)
-    size = workload.tokens * workload.arch.dim * NUMBER / workload.stream_share
+    size = workload.tokens * workload.arch.dim * workload.number / workload.stream_share
     more = traits.p2p if group.nodes > 1 else 0.0
     return collectives.seconds(hardware, group, "send", size, traits.network, traits.delay) + more
 

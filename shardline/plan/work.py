@@ -13,8 +13,6 @@ from typing import NamedTuple
 from shardline.config.architecture import Architecture, LatentAttention
 from shardline.config.layout import Layout, routes_together
 
-NUMBER = 2  # bytes of an activation in bfloat16
-
 
 class MatrixProduct(NamedTuple):
     """`repeat` products (rows, inner) x (inner, columns)."""
@@ -70,6 +68,11 @@ class Workload:
     base_bytes: float = 2  # bytes of each frozen weight
     causal: bool = True
     layers_of_stages: tuple[int, ...] = ()  # if empty, `Traits.cut` decides
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number of the stream between products."""
+        return 4 if self.activations == "float32" else 2
 
     @property
     def tokens(self) -> float:
@@ -176,7 +179,8 @@ class LayerWork(NamedTuple):
 def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
     arch, layout, tokens = workload.arch, workload.layout, workload.tokens
     tp, dim = layout.tp, arch.dim
-    stream = tokens * dim * NUMBER
+    number = workload.number
+    stream = tokens * dim * number
     products = [MatrixProduct(*shape) for shape in _cut_products(attention_shapes(arch), tokens, tp, dim)]
     out_of_heads = len(products) - 1
     products += [
@@ -186,11 +190,11 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
     heads = (arch.n_heads + arch.n_kv_heads) * arch.head_dim
     width = arch.ffn_dim if not with_experts or arch.moe is None else arch.moe.shared_dim
     moved = 10.0 * stream / workload.stream_share  # two norms, two sums
-    moved += tokens * NUMBER / tp * (2.0 * heads + (3.0 if arch.gated else 2.0) * width)
+    moved += tokens * number / tp * (2.0 * heads + (3.0 if arch.gated else 2.0) * width)
     if workload.lora_rank:  # LoRA's matrices read each product's input and change its result
-        moved += NUMBER * sum(one.rows * (one.inner + one.columns) for one in products)
-    if workload.base_bytes < NUMBER:  # both passes read codes, and write and read weights
-        moved += 2 / 3 * sum(one.columns * one.inner for one in products) * (workload.base_bytes + 2 * NUMBER)
+        moved += number * sum(one.rows * (one.inner + one.columns) for one in products)
+    if workload.base_bytes < number:  # both passes read codes, and write and read weights
+        moved += 2 / 3 * sum(one.columns * one.inner for one in products) * (workload.base_bytes + 2 * number)
     sent, back = _tensor_parallel(workload, stream)
     extra_sent, extra_back = _context_parallel(workload)
     sent, back = sent + extra_sent, back + extra_back
@@ -201,9 +205,9 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
         products.append(MatrixProduct(tokens / workload.stream_share, moe.n_experts, dim))
         products.append(MatrixProduct(rows / own, 2.0 * width_here, dim, own, True))
         products.append(MatrixProduct(rows / own, dim, width_here, own, True))
-        moved += rows * NUMBER * (6.0 * dim + 3.0 * width_here)
+        moved += rows * number * (6.0 * dim + 3.0 * width_here)
         if layout.ep > 1:
-            travel = Sent("ep", "all_to_all", rows * dim * NUMBER)
+            travel = Sent("ep", "all_to_all", rows * dim * number)
             sent, back = (*sent, travel, travel), (*back, travel, travel)
     return LayerWork(tuple(products), flops, moved, sent, back, out_of_heads)
 
@@ -248,7 +252,7 @@ def _context_parallel(workload: Workload) -> tuple[tuple[Sent, ...], tuple[Sent,
     layout, arch = workload.layout, workload.arch
     if layout.cp == 1:
         return (), ()
-    own = 2.0 * workload.tokens * arch.n_kv_heads * arch.head_dim / min(layout.tp, arch.n_kv_heads) * NUMBER
+    own = 2.0 * workload.tokens * arch.n_kv_heads * arch.head_dim / min(layout.tp, arch.n_kv_heads) * workload.number
     whole = own * layout.cp
     if workload.ring:
         passed = Sent("cp", "send", own * (layout.cp - 1))

@@ -44,6 +44,7 @@ SHAPES = {
     "cpu": ((512, 1024, 512), (512, 512, 1024), (128, 512, 512)),
 }  # fmt: skip
 DTYPES = {"cuda": ("bfloat16", "float8", "float32"), "cpu": ("float32", "bfloat16")}
+SHORT, LONG = 128, 1024  # sequences for attention on a CPU
 NETWORK = {"latency": 12e-6, "bandwidth": 40e9}
 COPIED = {"cuda": 2**31, "cpu": 2**27}
 SMALL, LARGE = 2**16, 2**26  # bytes of collectives
@@ -88,7 +89,7 @@ def measure(device: torch.device) -> Times:
         "memory_gib": _memory(device) / GIB,
         "products": products,
         "sustained": sustained(device, products),
-        "attention": measure_attention(device),
+        **measure_attention_by_length(device),
         "copy": measure_copy(device),
         "kernel": measure_kernel(device),
         "launch": measure_launch(device),
@@ -150,11 +151,27 @@ def sustained(device: torch.device, products: dict[str, list[dict[str, Any]]]) -
     return min(1.0, alone / timed(call, device, calls))
 
 
-def measure_attention(device: torch.device) -> dict[str, dict[str, float]]:
+def measure_attention_by_length(device: torch.device) -> Times:
+    """Return the rates of attention on long sequences; on a CPU also the length at which it reaches half of them."""
+    if device.type == "cuda":
+        return {"attention": measure_attention(device, 8192)}
+    at_short, at_long = (measure_attention(device, length)["cpu"] for length in (SHORT, LONG))
+    half = half_rate_length(*(3.5 / (1 / rates["forward"] + 2.5 / rates["backward"]) for rates in (at_short, at_long)))
+    rates = {name: rate * (LONG + half) / LONG for name, rate in at_long.items()}
+    return {"attention": {"cpu": rates}, "half_rate_length": half}
+
+
+def half_rate_length(slow: float, fast: float) -> float:
+    """Return the length of half the rate, from the rates at the lengths SHORT and LONG."""
+    share = max(slow / fast, 2 * SHORT / LONG)
+    return max(0.0, round(SHORT * LONG * (1 - share) / (share * LONG - SHORT)))
+
+
+def measure_attention(device: torch.device, length: int) -> dict[str, dict[str, float]]:
     """Return the FLOP/s of forward and backward of each kernel that runs here, for heads of 128."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    length, heads = (8192, 16) if device.type == "cuda" else (256, 4)
+    heads = 16 if device.type == "cuda" else 4
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     names = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     if device.type == "cpu":
@@ -305,6 +322,7 @@ def profile_text(found: Times) -> str:
             "multiprocessors": found["multiprocessors"],
             "tile": [128, 256] if cuda else [1, 1],
             "half_rate_inner": half_rate_inner(found),
+            **({} if cuda else {"half_rate_length": found["half_rate_length"]}),
             "sustained": round(found["sustained"], 3),
             "kernel": found["kernel"],
             "per_node": max(8 if cuda else 1, int(links["ranks"])),
@@ -340,7 +358,8 @@ def _rates(found: Times, dtype: str, rows: list[dict[str, Any]]) -> dict[str, fl
 
 def half_rate_inner(found: Times) -> float:
     """Return the inner size at which a product reaches half its rate, from shapes with a long and a short one."""
-    rows = found["products"].get("bfloat16") or next(iter(found["products"].values()))
+    wanted = "float32" if found.get("kind") == "cpu" else "bfloat16"
+    rows = found["products"].get(wanted) or next(iter(found["products"].values()))
     best = max(row["rate"] for row in rows)
     short = min(rows, key=lambda row: row["shape"][2])
     return max(1.0, round(short["shape"][2] * (best / short["rate"] - 1)))

@@ -56,6 +56,11 @@ def test_the_inner_size_of_half_rate_follows_from_two_shapes():
     assert device.half_rate_inner({"products": {"float32": rows}}) == 64
 
 
+@pytest.mark.parametrize("half", [0, 200, 600])
+def test_the_length_of_half_the_rate_follows_from_two_lengths(half):
+    assert device.half_rate_length(*(length / (length + half) for length in (device.SHORT, device.LONG))) == half
+
+
 CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda")
 
 
@@ -65,7 +70,7 @@ def test_rates_follow_from_seconds(quick, monkeypatch):
     rows = device.measure_products(CPU, "float32")
     assert rows == [{"shape": [64, 64, 64], "rate": 4.0 * 64**3}, {"shape": [64, 64, 16], "rate": 4.0 * 64 * 64 * 16}]
     forward = 4 * 4 * 256 * 256 * 128  # heads, queries, half of the keys twice, and two products of each
-    assert device.measure_attention(CPU) == {"cpu": {"forward": forward, "backward": 2.5 * forward}}
+    assert device.measure_attention(CPU, 256) == {"cpu": {"forward": forward, "backward": 2.5 * forward}}
     assert device.measure_copy(CPU) == 4 * 2**20  # read and written
     assert device._rates({"name": "a CPU", "kind": "cpu"}, "float32", rows)["achieved"] == 4.0 * 64**3
 
