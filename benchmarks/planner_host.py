@@ -8,7 +8,7 @@ A profile is measured for each number of ranks, because ranks share cores, cache
 Llama with the trainer's own command. One JSON line each:
 
     seconds, predicted_seconds   the median step after the first ones, and the planner's prediction
-    gib, predicted_gib           the peak memory above that of a process that has only loaded the trainer
+    error                        predicted over measured, less 1
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _train_here(parsed: Parsed) -> int:
         raise UserError("--resume continues a run and --overwrite moves it aside: use only one of them")
     if options.world_size is not None and not options.dry_run:
         raise UserError("--world-size is for --dry-run; --nproc starts processes")
-    if not (parsed.positionals or parsed.flags or "RANK" in os.environ):
+    if not (parsed.positionals or parsed.flags or {"RANK", "WORLD_SIZE"} & set(os.environ)):
         raise UserError(
             "shardline train: nothing says what to train; name a config file (`shardline init` writes one), a preset"
             " (--preset demo) or keys (--training.steps 100)"

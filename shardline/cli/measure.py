@@ -119,7 +119,7 @@ BENCH_COMM = Command(
     ("[FILE]",),
     (
         Option("sizes", "A size, a doubling range, or a list: 1M, 1M:2G, 4K,1M.", str, "SIZES", default="1M:64M"),
-        Option("ops", "Comma-separated collectives.", str, "NAMES", default=_OPS),
+        Option("ops", "Collectives, by comma.", str, "NAMES", default=_OPS),
         Option("dim", "Mesh axis: tp, dp_shard, ..., or world for all ranks.", str, "NAME", default="world"),
         Option("tp", "Tensor-parallel ranks; --parallelism.* sets the rest of the layout.", int, "N", low=1),
         Option("dtype", f"{', '.join(DTYPES)}.", str, "TYPE", choices=DTYPES, default="float32"),

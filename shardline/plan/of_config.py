@@ -119,8 +119,14 @@ def traits_for(workload: Workload, device: str = "cuda") -> Traits:
 
 
 EAGER_LAYER = 1.1e-3  # host seconds for a layer that is not compiled, forward and backward
-ON_CPU = {  # the ranks of a host send with the cores that compute
+# Set with four runs of one rank (docs/planner.md): operations between products take new memory and compute exponentials
+# on the same core. The ranks of a host send with the cores that compute, so nothing is hidden.
+ON_CPU = {
     "attention": "cpu",
+    "attention_rate": 1.3,
+    "moved": 12.0,
+    "logit_bytes": 100.0,
+    "optimizer_bytes": 150.0,
     "host_layer": 0.0,
     "gather_bytes": 4.0,
     "gather_hidden": False,

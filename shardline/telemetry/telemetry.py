@@ -85,10 +85,9 @@ class Telemetry:
             else None
         )
         self.serial = None if applied.tensor is None else SerialComparison(config)
-        bubbles = (None, None)
-        if pipeline is not None:
-            bubbles = theoretical_bubble(pipeline.plan.schedule), plain_bubble(pipeline.plan.schedule)
-        self.console = Console(config, folder.path, mesh.rank, theoretical_bubble=bubbles[0], plain_bubble=bubbles[1])
+        schedule = None if pipeline is None else pipeline.plan.schedule
+        theory, plain = (None, None) if schedule is None else (theoretical_bubble(schedule), plain_bubble(schedule))
+        self.console = Console(config, folder.path, mesh.rank, theoretical_bubble=theory, plain_bubble=plain)
         self.row: dict[str, Any] = {}
         self.stopped_by: str | None = None  # what ended the run early, for its closing lines
         self.parts = StepParts(device)

@@ -460,7 +460,7 @@ OF_PLANS = [
     Change(
         "plan: attention is as fast on short sequences",
         "plan/hardware.py",
-        "length / (length + HALF_RATE_LENGTH)",
+        "length / (length + self.half_length)",
         "1.0",
         f"{HARDWARE}attention_slows_down_on_narrow_heads_short_sequences_and_backward",
     ),

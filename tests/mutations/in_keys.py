@@ -547,7 +547,7 @@ SHOWN = [
     Change(
         "bench device: a product counts one operation a number",
         "tools/bench/device.py",
-        '"rate": 2.0 * rows * columns * inner / seconds',
+        '"rate": flops * rows * columns * inner / seconds',
         '"rate": rows * columns * inner / seconds',
         f"{DEVICE}rates_follow_from_seconds",
     ),

@@ -305,7 +305,7 @@ TABLES = [
     Change(
         "a schedule that does not pay is not named",
         "telemetry/telemetry.py",
-        "plain_bubble=bubbles[1]",
+        "plain_bubble=plain",
         "plain_bubble=None",
         "tests/parity/test_pipeline.py::test_every_logged_step_has_its_bubble",
     ),

@@ -169,7 +169,7 @@ def test_the_time_to_wait_for_a_lost_machine_needs_restarts(variables, monkeypat
 
 def test_options_of_the_start_that_have_no_effect_are_named_once(variables, monkeypatch, capsys):
     monkeypatch.setattr("shardline.launch.launch._run", lambda config, options: 0)
-    words = ["train", "--nproc", "4", "--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "1"]
+    words = ["train", "--training.steps=1", "--nproc=4", "--nnodes=2", "--rdzv-endpoint=a:1", "--node-rank=1"]
     variables(**RANK | {"RANK": "0"})
     assert main(words) == 0
     expected = "note: no effect under another launcher: --nproc, --nnodes, --node-rank, --rdzv-endpoint\n"

@@ -79,7 +79,7 @@ def test_what_cannot_start_is_refused_before_anything_starts(words, said, tmp_pa
     if "old" in words:
         (tmp_path / "old").mkdir()
         (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
-    assert main(["train", *words]) == 2
+    assert main(["train", "--training.steps=1", *words]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("error:") == 1
