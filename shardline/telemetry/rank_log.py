@@ -32,6 +32,7 @@ from shardline.comm.observe import runs_on_host
 from shardline.comm.spans import Span
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
+from shardline.parallel.data.asynchronous.exchange import AXIS as WORKERS
 from shardline.parallel.pipeline.executor import busy_and_span
 from shardline.parallel.pipeline.timeline import TimedAction
 from shardline.run.device import GIB, device_name, resident_memory
@@ -39,7 +40,6 @@ from shardline.storage.atomic import plain_file
 
 log = logging.getLogger("shardline")
 READER = "rank log"  # its name as a reader of spans
-WORKERS = "workers"  # the axis between workers
 MOST_EXPERTS = 20_000  # numbers in a detail row: layers x experts
 
 

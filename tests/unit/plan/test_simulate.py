@@ -7,11 +7,15 @@ from dataclasses import replace
 import pytest
 
 from shardline.config.layout import Layout
+from shardline.config.load import load_config
 from shardline.parallel.pipeline.schedules import KINDS, build_schedule
 from shardline.parallel.pipeline.timeline import in_flight, simulate
+from shardline.plan.check import problem_of
 from shardline.plan.hardware import find_profile
+from shardline.plan.of_config import traits_for, workload_of
 from shardline.plan.passes import PassModel
 from shardline.plan.pipeline import Passes, held_microbatches, pipeline_seconds, planned
+from shardline.plan.search import timed
 from shardline.plan.simulate import step_time
 from shardline.plan.stages import balanced
 from shardline.plan.traits import SHARDLINE
@@ -153,3 +157,20 @@ def test_cuts_of_a_model_that_is_gone_are_not_those_of_the_next():
     for layers in (4, 16, 8, 32) * 3:  # each takes the place of the last one in memory
         workload = Workload(LLAMA.with_overrides({"n_layers": layers}), Layout(), 1024, 1, 1)
         assert sum(balanced(workload)) == layers
+
+
+def test_on_a_cpu_numbers_have_four_bytes_and_no_communication_is_hidden():
+    flags = [
+        "--model.name=llama3",
+        "--model.flavor=debugmodel",
+        "--training.seq_len=2048",
+        "--training.local_batch_size=8",
+    ]
+    config = load_config(None, flags)
+    problem, layout = problem_of(config, find_profile("cpu"), 2, "cpu")
+    workload = workload_of(config, problem.arch, layout, "cpu")
+    assert workload.number == 4
+    exposed = timed(problem, workload).exposed["dp_shard"]
+    overlapping = replace(traits_for(workload, "cpu"), gather_hidden=True)
+    assert exposed > step_time(workload, problem.hardware, overlapping).exposed["dp_shard"]
+    assert timed(problem, replace(workload, activations="bfloat16")).compute < timed(problem, workload).compute
